@@ -100,7 +100,7 @@ class RowOrder(Protocol):
 
     def __len__(self) -> int: ...
     def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
-        """Return the samples at places `offset` and on of an epoch: at least 1, at most `count`."""
+        """Return the samples of an epoch from place `offset` on: at least 1, at most `count`."""
         ...
 
 
@@ -205,7 +205,7 @@ class StepSampler:
         return draws
 
     def _samples(self, epoch: int, offset: int, count: int) -> Sequence[int]:
-        """Return the samples at places `offset` and on of an epoch: at least 1, at most `count`."""
+        """Return the samples of an epoch from place `offset` on: at least 1, at most `count`."""
         if not self.shuffle:
             return range(offset, offset + count)
         if self.blocks is not None:

@@ -30,8 +30,8 @@ def apply_activation_checkpointing(
 
     Works for any model with a list of blocks (`blocks_of`). The modes attention and ffn need blocks with
     `checkpoint_parts`. Call it after `apply_attention` and before `apply_compile` and `prepare`, on every process.
-    Without gradients the plain forward runs. Random draws inside a block are repeated exactly. With ``offload`` the
-    inputs of the blocks wait for the backward in host memory.
+    Without gradients the plain forward runs. Random draws inside a block are repeated exactly. With ``offload``, host
+    memory holds the inputs of the blocks until the backward.
     """
     if config.mode == "none":
         return "activation checkpointing: none"
@@ -43,7 +43,7 @@ def apply_activation_checkpointing(
             f"({classes_of(blocks)}); give 1 to {len(blocks)}, or leave it out for all"
         )
     _keep_torch_quiet(blocks)
-    # The first: when the backward begins, which is the peak, the last ones need not be computed again.
+    # The first blocks: memory peaks when the backward begins, and then the last ones need no recomputation.
     chosen = blocks[: config.blocks]
     if offload is not None:
         offload.refuse_too_few(len(chosen))
@@ -74,7 +74,7 @@ def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str
 
 
 def _targets(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> list[tuple[nn.Module, str]]:
-    """Modules to checkpoint, each with the name of its method."""
+    """Return the modules to checkpoint, each with the name of its method."""
     if mode not in ("attention", "ffn"):
         return [(block, "forward") for block in blocks]
     parts: list[tuple[nn.Module, str]] = []
@@ -96,7 +96,7 @@ def _parts(module: nn.Module) -> dict[str, str]:
 
 
 def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload | None) -> Callable[..., Any]:
-    """The method, recomputed in the backward.
+    """Return the method with a recomputation in the backward.
 
     Compiled code keeps attention in every mode. torch tags its kernels as random, because of their dropout, and
     recomputes a random operator without its layout constraint. In torch 2.13 the CPU kernel then silently reads other
@@ -126,11 +126,11 @@ def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload |
 
 
 class _ExpensiveAlone(TorchDispatchMode):
-    """A mode of selective checkpointing for what is kept. The rest is computed in the forward and in the backward.
+    """A mode of selective checkpointing that sees only the operators whose results are kept. The others run twice.
 
-    torch counts all operators of both and refuses a backward with more. Some may differ: autocast casts a weight once
-    in a forward and uses the copy again in the next call of the block, but a backward casts it for each call; and FSDP2
-    gathers the weights of blocks within a block elsewhere.
+    torch's own mode counts all operators, and refuses a recomputation with more of them. Some may differ: autocast
+    casts a weight once in a forward and uses the copy again in the next call of the block, but a backward casts it for
+    each call; and FSDP2 gathers the weights of blocks within a block elsewhere.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -151,7 +151,7 @@ class _ExpensiveAlone(TorchDispatchMode):
 
 
 def _selective_contexts() -> tuple[_ExpensiveAlone, _ExpensiveAlone]:
-    """Modes for the forward and for the recomputation of a block outside of compiled code."""
+    """Return the modes for the forward and for the recomputation of a block outside of compiled code."""
     forward, recomputation = create_selective_checkpoint_contexts(_keep_expensive)
     return _ExpensiveAlone(forward), _ExpensiveAlone(recomputation)
 
@@ -190,13 +190,13 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::lin
 # Cached, because torch asks at every operator of every block, in the forward and again in the recomputation.
 @functools.cache
 def _is_expensive(operator: Any) -> bool:
-    """Matrix products, and every operator of attention."""
+    """Return True for matrix products and for every operator of attention."""
     return _name(operator).split(".")[0] in _PRODUCTS or _is_attention(operator)
 
 
 @functools.cache
 def _is_attention(operator: Any) -> bool:
-    """Attention operators of torch, flash-attn and flex."""
+    """Return True for the attention operators of torch, flash-attn and flex."""
     name = _name(operator)
     return "attention" in name or "attn" in name
 

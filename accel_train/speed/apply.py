@@ -27,7 +27,7 @@ from accel_train.speed.options import ActivationCheckpointingConfig, CompileConf
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""Values with which cuBLAS repeats its results, the faster first."""
+"""Values with which the results of cuBLAS are reproducible, the faster first."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Applied:
     """Result of `apply_speed_options`."""
 
     notices: Sequence[str]
-    """Settled habits of the model."""
+    """Notices about the habits of the model that were settled."""
     choices: Mapping[str, str]
     """The decision and its reason, by option."""
     facts: dict[str, Any]
@@ -59,7 +59,7 @@ def set_up_device(
 ) -> list[str]:
     """Set up the allocator of ``device`` and return notices. Every process calls it, before anything is allocated.
 
-    Raises ``UsageError`` for a device that cannot obey these options.
+    Raises ``UsageError`` for a device that does not support these options.
     """
     refuse_float8(float8, device, precision, strategy)
     return apply_memory(memory, device)
@@ -74,7 +74,7 @@ def set_deterministic(device: torch.device) -> tuple[str, Callable[[], None]]:
     before = torch.are_deterministic_algorithms_enabled()
     notice = "deterministic: an operator without a deterministic kernel ends the run"
     if device.type == "cuda":
-        # Streams that share a workspace of another size may pick other kernels from call to call.
+        # With a workspace of another size, streams that share it may pick different kernels from call to call.
         workspace = os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
         if workspace not in DETERMINISTIC_WORKSPACES:
             raise UsageError(
@@ -135,7 +135,7 @@ def apply_speed_options(
 
 
 def _attention(model: nn.Module, needs: AttentionNeeds | None, name: str) -> tuple[str, dict[str, Any]]:
-    """The notice with the choice and its reason, and the run info."""
+    """Return the notice with the choice and its reason, and the run info."""
     if needs is None:
         if name != "auto":
             raise UsageError(

@@ -12,12 +12,12 @@ from accel_train.config import UsageError
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order. They are checkpointed and compiled one by one.
+    """Return the repeated blocks of a model, in order. They are checkpointed and compiled one by one.
 
     Modules of the classes named in `_no_split_modules` (transformers, this project) or `_repeated_blocks` (diffusers)
     of the model or a part of it, outermost: an up block of a UNet counts, and its residual blocks then do not. Without
-    such a name, the `nn.ModuleList` with most parameters whose elements have one class. Raises `UsageError` where there
-    is neither.
+    such a name, the elements of the largest `nn.ModuleList` (by parameters) whose elements have one class. Raises
+    `UsageError` where there is neither.
     """
     found = _outermost(model, _block_names(model))
     if found:
@@ -25,7 +25,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     lists = [modules for modules in module_lists if _has_one_class(modules)]
     if lists:
-        # Heads and embeddings may be lists too, and are the smaller ones.
+        # Heads and embeddings may be lists too, but smaller ones.
         largest = max(lists, key=_count_parameters)
         return list(largest)
     raise UsageError(
@@ -35,7 +35,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def count_blocks(model: nn.Module) -> int:
-    """The number of blocks of `blocks_of`, 0 for a model without."""
+    """Return the number of blocks of `blocks_of`, 0 for a model without blocks."""
     try:
         return len(blocks_of(model))
     except UsageError:
@@ -43,7 +43,7 @@ def count_blocks(model: nn.Module) -> int:
 
 
 def classes_of(blocks: Sequence[nn.Module]) -> str:
-    """Return the name of the blocks' class, or of several with their numbers."""
+    """Return the name of the blocks' class, or several names with their counts."""
     counts = Counter(type(block).__name__ for block in blocks)
     if len(counts) == 1:
         return next(iter(counts))
@@ -51,7 +51,7 @@ def classes_of(blocks: Sequence[nn.Module]) -> str:
 
 
 def innermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of `blocks_of`, and in place of one that holds others of the named classes, those."""
+    """Return the blocks of `blocks_of`. One that contains blocks of the named classes is replaced by those."""
     names = _block_names(model)
     found: list[nn.Module] = []
     for block in blocks_of(model):
@@ -78,10 +78,10 @@ def _block_names(model: nn.Module) -> set[str]:
 
 
 def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:
-    """Modules of these classes that lie in no other one of them."""
+    """Return the modules of these classes that are not inside another of them."""
     found: list[nn.Module] = []
     for child in module.children():
-        # By name, as `_no_split_modules` has them, which may be of a class that is not imported here.
+        # Compared by name, because `_no_split_modules` has names, perhaps of a class that is not imported here.
         if type(child).__name__ in names:
             found.append(child)
         else:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledBlocks:
-    """Result of `apply_compile`, with the cost of compilation since. One per process."""
+    """Result of `apply_compile`, with the cost of compilations since then. One per process."""
 
     def __init__(self, config: CompileConfig, blocks: int, notice: str) -> None:
         self.config = config
@@ -37,14 +37,14 @@ class CompiledBlocks:
         self.failure: str | None = None
         """Cause of a failed compilation. The blocks then run uncompiled."""
         self.seconds = 0.0
-        """Time of the calls with a compilation, including their first run."""
+        """Time of the calls that compiled, including their first run."""
         self.graphs = 0
         self.recompilations = 0
         self.guards: list[str] = []
         """The failed guard of each recompilation."""
 
     def fields(self) -> dict[str, Any]:
-        """Fields for metrics.jsonl at log points, without cost or wait. Empty where compilation is off."""
+        """Return fields for metrics.jsonl at log points, without cost or wait. Empty where compilation is off."""
         if not self.blocks:
             return {}
         fields: dict[str, Any] = {
@@ -74,12 +74,12 @@ class CompiledBlocks:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Handle a failed compilation: stop with mode on, go on uncompiled with auto."""
+        """Handle a failed compilation: stop with mode on, continue uncompiled with auto."""
         cause = _cause(error)
-        # An error of the C++ compiler may have the word in a path, such as that of the environment.
+        # An error of the C++ compiler may contain the word in a path, such as that of the environment.
         if "deepspeed" in cause.lower() and not compiler_error(str(_innermost(error))):
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
-        # A later start would meet the same half, because the cache takes a file that is there for whole.
+        # A later start would fail on the same torn file, because the cache trusts any file that exists.
         torn = _torn_library(error)
         if torn:
             cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
@@ -99,7 +99,7 @@ def apply_compile(
     accumulation_steps: int = 1,
     backend: str = "inductor",
 ) -> CompiledBlocks:
-    """Set up every block of `blocks_of(model)` for compilation, in place. It compiles in the first training step.
+    """Set up every block of `blocks_of(model)` for compilation, in place. They compile in the first training step.
 
     Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets options of
     torch for the process: backwards are compiled with their forward, so that a failure can be handled there, the
@@ -125,7 +125,7 @@ def apply_compile(
         block.compile(
             backend=backend,
             mode=None if config.optimize == "default" else config.optimize,
-            fullgraph=True,  # a graph break is an error: torch would run that part uncompiled in silence
+            fullgraph=True,  # a graph break is an error: torch would silently run that part uncompiled
             dynamic=None if config.dynamic else False,  # None: torch generalises at the second shape, not the first
         )
         # `Module.__call__` calls this, where it is set, instead of `_call_impl`.
@@ -185,7 +185,7 @@ def _why_not(device: torch.device, backend: str) -> str | None:
 
     if dynamo.disable:
         return "it is switched off in the environment (unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE)"
-    # torch would go on uncompiled without a word, and the option would be ignored.
+    # torch would silently continue uncompiled, and the option would be ignored.
     if dynamo.suppress_errors:
         return "failures would be silent (unset TORCHDYNAMO_SUPPRESS_ERRORS)"
     if backend != "inductor":
@@ -247,7 +247,7 @@ def _graphs() -> int:
 
 
 def _reasons(count: int) -> list[str | None]:
-    """The failed guard of each of the last `count` graphs, its first line, or None for code never compiled before."""
+    """Return the failed guard's first line for each of the last `count` graphs, None for code new to the compiler."""
     from torch._dynamo.utils import get_compilation_metrics
 
     # Other code in the process may compile backwards lazily, which have entries of their own.
@@ -257,7 +257,8 @@ def _reasons(count: int) -> list[str | None]:
 
 
 def _torn_library(error: BaseException) -> str | None:
-    """The unreadable library in torch's cache, if any. torch links it in place, so a kill can leave half of it."""
+    """Return the unreadable library in torch's cache, if any. torch links it in place, so a kill can leave half of
+    it."""
     message = str(_innermost(error))
     torn = re.search(r"(/.+?\.so): (file too short|invalid ELF header|cannot read file data)", message)
     return torn[1] if torn else None
@@ -271,7 +272,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost cause, on one line: the C++ compiler's own error, where there is one, with a suspicious path."""
+    """Return the innermost cause on one line: the C++ compiler's own error, if there is one, with suspicious paths."""
     error = _innermost(error)
     message = compiler_error(str(error))
     causes = [" ".join(str(error).split())[:400]]

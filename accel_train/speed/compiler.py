@@ -1,4 +1,4 @@
-"""The error of a failed compiler, and paths its commands break at."""
+"""Error message of a failed compiler, and paths that break its commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUMMARY = "collect2: error: "
 
 
 def compiler_error(output: str) -> str | None:
-    """The first line naming a cause: ``file.cpp:1:2: fatal error: ...`` or the linker's. None where there is none.
+    """Return the first line naming a cause: ``file.cpp:1:2: fatal error: ...`` or the linker's. None without one.
 
     Commands of several thousand characters come before it, and ``ld returned 1 exit status`` after it.
     """
@@ -24,10 +24,11 @@ def compiler_error(output: str) -> str | None:
 
 
 def paths_with_a_space(*, inductor: bool = True) -> list[str]:
-    """One sentence for each path with a space among those torch gives to the compiler without quotes.
+    """Return a sentence for each path with a space that torch passes to the compiler without quotes.
 
-    The Python environment breaks both torch.compile and the extensions of torch and DeepSpeed, the other two
-    torch.compile alone (``inductor``). An extension is built inside its folder: TORCH_EXTENSIONS_DIR may have a space.
+    The path of the Python environment breaks both torch.compile and the extensions of torch and DeepSpeed. The other
+    two break only torch.compile (``inductor``). An extension is built inside its folder, so TORCH_EXTENSIONS_DIR may
+    have a space.
     """
     places = {"the Python environment": sys.prefix}
     if inductor:

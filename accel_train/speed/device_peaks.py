@@ -1,4 +1,4 @@
-"""Peak throughput of devices: of their matrix units, the reference of MFU, and in ordinary fp32."""
+"""Peak throughput of devices: of their matrix units (the reference for MFU), and in ordinary fp32."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ORDINARY = 3
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device by its `torch.cuda.get_device_name`, or None for an unknown one.
+    """Return the peak FLOP/s of one device by its `torch.cuda.get_device_name`, or None for an unknown one.
 
     `precision` is fp32, bf16 or fp16. The peak of fp32 is the TF32 peak, even with TF32 switched off.
     """
@@ -50,7 +50,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def fp32_flops(device_name: str) -> float | None:
-    """Peak FLOP/s of fp32 on the ordinary units, as products run with TF32 switched off, which is torch's default."""
+    """Return the peak FLOP/s of fp32 on the ordinary units, for products with TF32 off, which is torch's default."""
     return _peak(device_name, _ORDINARY)
 
 
@@ -63,7 +63,7 @@ def _peak(device_name: str, column: int) -> float | None:
 
 
 def peak_of(device: torch.device, precision: str) -> float | None:
-    """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
+    """Return `peak_flops` of this device, None for a CPU or an unknown one."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)

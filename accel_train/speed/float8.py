@@ -28,7 +28,7 @@ CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0
 """Lowest compute capability: float8 matrix units came with Ada, products with a scale per row with Hopper."""
 
 STRATEGIES = ("single", "ddp", "fsdp2")
-"""Strategies run by the tests, on CPU processes with emulated products."""
+"""Strategies covered by the tests, on CPU processes with emulated products."""
 
 TORCHAO = Version("0.16")
 """First tested version."""
@@ -81,7 +81,7 @@ def apply_float8(model: nn.Module, recipe: Float8, *, emulate: bool = False) -> 
 
 
 def large_linears(model: nn.Module, recipe: Float8) -> dict[str, nn.Linear]:
-    """The layers faster in float8, by name: large, inside `blocks_of(model)`, run once per token.
+    """Return the layers that are faster in float8, by name: large, inside `blocks_of(model)`, run once per token.
 
     Norms, embeddings, heads, modules with `once_per_sample` and subclasses of `nn.Linear` such as `Float32Linear`
     are left out.
@@ -110,7 +110,7 @@ def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
 
 
 def _needed(recipe: Float8) -> str:
-    """The rule of `gains` in words."""
+    """Describe the rule of `gains`, for messages."""
     sides = f"needed are inputs and outputs in multiples of {MULTIPLE}, "
     if recipe == "tensorwise":
         return sides + "with more than 1024 outputs or more than 4096 inputs"
@@ -134,7 +134,7 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
                 # Modulations run on one row for each sample, and a product that small gains nothing.
                 once.update(module.modules())
         for module in block.modules():
-            # Not a subclass, which computes in a dtype of its own for a reason.
+            # Not a subclass, which may need a dtype of its own.
             if type(module) is nn.Linear and module not in once:
                 yield module
 
@@ -148,12 +148,12 @@ def _convert(model: nn.Module, chosen: set[nn.Linear], recipe: str, emulate: boo
             "install the version that belongs to this torch (pytorch/ao#2919 lists them), or use --float8 none"
         ) from error
     # A micro-batch may hold any number of rows, and in the gradient of the weights they are the inner side of the
-    # product, which must be a multiple of 16 (pytorch/ao#571). Where it is one, the compiler takes the padding out.
+    # product, which must be a multiple of 16 (pytorch/ao#571). Where it already is, the compiler removes the padding.
     config = replace(ao.Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
     ao.convert_to_float8_training(model, module_filter_fn=lambda layer, _: layer in chosen, config=config)
     if recipe == "rowwise":
         # Compiled code keeps fp32 where the model says bf16, so that a value can be larger than the one its scale was
-        # made of, and overflow: NaN after tens of steps behind an RMSNorm (pytorch#150859, open).
+        # computed from, and overflow: NaN after tens of steps behind an RMSNorm (pytorch#150859, open).
         import torch._inductor.config as inductor
 
         inductor.emulate_precision_casts = True
@@ -168,7 +168,7 @@ def _refuse_device(recipe: str, device: torch.device) -> None:
             f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, the device is "
             f"{kind}; use --float8 none"
         )
-    # Asked of this device: GPUs of one host may differ.
+    # Queried for this device: GPUs of one host may differ.
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY[recipe]:
         other = ""

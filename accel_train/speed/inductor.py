@@ -2,10 +2,11 @@
 
 Imports the compiler, so import it only where something is compiled.
 
-torch keeps a row in registers for a reduction over up to 1024 values, and reads a wider one once for the sum and again
-for what follows, with Welford's update for a variance. And it writes down, in fp32, a value made of more than four
-others that has several readers, as the normalised activations of a backward, and any value made of more than eight, as
-the gradient of a norm's input, where it could wait for the sum that is needed, in bf16.
+torch keeps a row in registers for a reduction over up to 1024 values. It reads a wider row once for the sum and again
+for what follows, with Welford's update for a variance. It also writes intermediate values to memory in fp32: values
+with several readers that are computed from more than four others, such as the normalised activations in a backward, and
+any value computed from more than eight, such as the gradient of a norm's input. The latter could wait for the sum that
+is needed, and be written in bf16.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 ROW = 4096
-"""Values of the longest row that is kept in registers: 16 a thread, at which no norm of a block spills."""
+"""Number of values in the longest row kept in registers: 16 per thread, at which no norm of a block spills."""
 READS = 8
-"""Values that are read again sooner than their result is written down, where it has several readers."""
+"""A result with several readers is written to memory only if it is computed from more values than this."""
 CHAIN = 16
-"""Values that are read before an intermediate result is written down. A norm's backward reads 11 up to its end."""
+"""Any intermediate result is written to memory if it is computed from more values. A norm's backward reads 11."""
 
 
 class RowsInRegisters(InductorChoices):
-    """torch's choices but for reductions of rows: persistent up to `ROW` values."""
+    """torch's choices, except that reductions of rows are persistent up to `ROW` values."""
 
     def uuid(self) -> str:
-        """Return what identifies the choices in the cache of compiled code."""
+        """Return the key of these choices in the cache of compiled code."""
         return f"accel_train rows of {ROW}"
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        """Return True if a kernel reads a row at once."""
+        """Return True if a kernel shall hold a whole row at once."""
         if (
             inductor.triton.persistent_reductions
             and not cooperative_reduction
@@ -46,7 +47,7 @@ class RowsInRegisters(InductorChoices):
 
 
 def _reduces_rows(node: Any) -> bool:
-    """Return True if neighbours in memory are added up. torch's own hint wants every operand as long as the result."""
+    """Return True if neighbours in memory are reduced. torch's own hint wants every operand as long as the result."""
     return all(
         isinstance(operand, MemoryDep) and operand.stride1_for_last_dim(result_for_complex_expression=False)
         for operand in node.read_writes.reads
@@ -55,12 +56,12 @@ def _reduces_rows(node: Any) -> bool:
 
 
 def set_heuristics() -> None:
-    """Set them for this process, unless other choices than torch's are set already."""
+    """Set these heuristics for this process. A class of choices that is set already stays."""
     inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
     # From torch 2.13, None stands for eight.
     inductor.realize_acc_reads_threshold = max(inductor.realize_acc_reads_threshold or 0, CHAIN)
     if inductor.inductor_choices_class is not None:
         return
     inductor.inductor_choices_class = RowsInRegisters
-    # A thread that has compiled before has torch's choices in hand.
+    # A thread that has compiled before already holds torch's choices.
     V.set_choices_handler(RowsInRegisters())

@@ -53,7 +53,7 @@ class BlockOrder:
         return int(self.starts[-1])
 
     def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
-        """Return the rows at places `offset` and on of an epoch: at least 1, at most `count`.
+        """Return the rows of an epoch from place `offset` on: at least 1, at most `count`.
 
         They end with the window, or earlier. Ask again for those behind.
         """

@@ -1,4 +1,4 @@
-"""Proof of recorded calls of attention: forward and backward on their own shapes and masks, against fp64."""
+"""Proof of recorded attention calls: forward and backward on their own shapes and masks, against fp64."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from accel_train.speed.attention.proof import (
 )
 
 CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, KeyError)
-"""Errors of other libraries where a kernel does not run."""
+"""Errors that other libraries raise where a kernel cannot run."""
 
 
 class CannotRunError(UsageError):
-    """A call, or its reference, raises on this device. Whether it is right is not known."""
+    """A call, or its reference, raises on this device. Its correctness is unknown."""
 
 
 def prove_calls(
@@ -36,7 +36,7 @@ def prove_calls(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Proof:
-    """Compare each kind of call on ``device`` with the reference of the same place, in fp64.
+    """Compare each kind of call on ``device`` with the reference at the same position, in fp64.
 
     ``dtype`` is that of the computation, ``label`` names attention and model in messages. Raises ``UsageError`` with
     the numbers for a call that is not finite or differs by more than the tolerance, and ``CannotRunError`` for one that
@@ -73,13 +73,13 @@ def kernels_of(call: AttentionCall, device: torch.device, dtype: torch.dtype) ->
 
 
 def in_precision(device_type: str, dtype: torch.dtype) -> torch.autocast:
-    """Autocast as in training: on for bf16 and fp16."""
+    """Return autocast as in training: on for bf16 and fp16."""
     is_low = dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(device_type, dtype if is_low else None, is_low)
 
 
 def class_of(call: AttentionCall) -> str:
-    """Return the attending class: the processor of an attention module of diffusers, else the module."""
+    """Return the class that attends: the processor of an attention module of diffusers, else the module."""
     return type(getattr(call.module, "processor", None) or call.module).__name__
 
 
@@ -89,7 +89,7 @@ def one_line(error: Exception) -> str:
 
 
 def kind_of(call: AttentionCall) -> tuple[object, ...]:
-    """Return a key for the proof: the same for calls of one kind."""
+    """Return a key that is equal for calls of one kind, of which one is proven."""
     mask = tuple(call.mask.shape) if isinstance(call.mask, Tensor) else type(call.mask)
     window = getattr(call.module, "sliding_window", None)
     return type(call.module), call.chosen, call.inputs, mask, window
@@ -98,7 +98,7 @@ def kind_of(call: AttentionCall) -> tuple[object, ...]:
 def _errors(
     call: AttentionCall, reference: AttentionCall, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Relative errors of the forward and of the worst gradient."""
+    """Return the relative errors of the forward and of the worst gradient."""
     inputs = _drawn(call, device)
     exact = in_fp64(reference.attend, *inputs)
     found = _attend(call, inputs, device, dtype)
@@ -118,7 +118,7 @@ def _attend(call: AttentionCall, inputs: Sequence[Tensor], device: torch.device,
 
 
 def _drawn(call: AttentionCall, device: torch.device) -> list[Tensor]:
-    """Random inputs of a call, (B, H, N, D) views of (B, N, H, D) as models have them. On the host, to be alike."""
+    """Draw inputs of a call, (B, H, N, D) views of (B, N, H, D) as in models. On the host, to be equal everywhere."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(drawn: Drawn) -> Tensor:
@@ -130,7 +130,7 @@ def _drawn(call: AttentionCall, device: torch.device) -> list[Tensor]:
 
 
 def _with_keys(mask: Any, result: Tensor) -> Tensor:
-    """1 for a query that sees a key, else 0: its result means nothing. Broadcasts to (B, H, N, D)."""
+    """Return 1 for a query that sees a key, else 0: its result is meaningless. Broadcasts to (B, H, N, D)."""
     if not isinstance(mask, Tensor):
         return result.new_ones(())
     sees = mask

@@ -1,7 +1,7 @@
-"""Calls of attention inside a transformers or diffusers model: recorded in a forward, repeated on any device.
+"""Attention calls inside a transformers or diffusers model: recorded in a forward, repeated on any device.
 
-A recorded call computes nothing, so the forward runs where the kernel itself cannot, such as a model on the CPU that
-will attend on a GPU.
+A recorded call computes nothing, so the forward runs where the kernel itself cannot: the model may be on the CPU and
+later attend on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 DIRECT = "torch"
-"""Name of a call of torch's own function, which no option of a library reaches."""
+"""Name for a call of torch's own function, which no option of a library reaches."""
 
 
 class Drawn(NamedTuple):
@@ -54,7 +54,7 @@ class AttentionCall:
 
 @contextmanager
 def recorded_calls() -> Generator[list[AttentionCall]]:
-    """Record every call of attention in the body, of any model, instead of computing it: its result is zero."""
+    """Record every attention call in the body, of any model, instead of computing it: its result is zero."""
     calls: list[AttentionCall] = []
     running: list[nn.Module] = []
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def recorded_calls() -> Generator[list[AttentionCall]]:
         leaving = register_module_forward_hook(lambda *_: _leave(running), always_call=True)
         stack.callback(entering.remove)
         stack.callback(leaving.remove)
-        # Only what is loaded can be called.
+        # A library that is not imported cannot be called.
         if "transformers.modeling_utils" in sys.modules:
             stack.enter_context(_calls_of_transformers(calls))
         if "diffusers.models.attention_dispatch" in sys.modules:
@@ -208,13 +208,13 @@ def in_fp64(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
-    """A result of the right shape and layout: (B, H, N, D), a view of (B, N, H, D)."""
+    """Return zeros of a result's shape and layout: (B, H, N, D), a view of (B, N, H, D)."""
     batch, heads, length, _ = q.shape
     return v.new_zeros(batch, length, heads, v.shape[-1]).transpose(1, 2)
 
 
 def _moved(named: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The values on the device: tensors, and masks of flex attention."""
+    """Return the values with tensors and flex attention masks on the device."""
     moved: dict[str, Any] = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -226,12 +226,12 @@ def _moved(named: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def block_mask_on(mask: Any, device: torch.device) -> Any:
-    """Return a mask of flex attention on another device. Its own function may hold tensors of the device it is on."""
+    """Return a mask of flex attention on another device. Its own function may hold tensors of the old device."""
     from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
     rows, heads, queries, keys = mask.shape
     dense = create_mask(mask.mask_mod, rows, heads, queries, keys, device=mask.kv_num_blocks.device).to(device)
-    # A mask of one row or head is that of all.
+    # A mask with one row or head applies to all.
     several_rows = int(rows > 1)
     several_heads = int(heads > 1)
 

@@ -36,7 +36,7 @@ class Attention:
     prepare: Prepare
 
     def mask(self, key_mask: Tensor | None) -> Any:
-        """(B, N) bool -> the kernel's own format. Once per forward, not per block. Never waits for the device.
+        """Convert (B, N) bool to the kernel's own format, once per forward, not per block. Never waits for the device.
 
         None means that no key is masked in any row. Pass it where that is known, because it permits faster kernels.
         """
@@ -48,7 +48,7 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         """(B, H, N, D) three times and a mask of `self.mask` -> (B, H, N, D). Also takes a `key_mask`, at the cost of
         preparing it in each call."""
-        # Two axes are a key mask that nobody has prepared. Prepared masks have others, or are no tensors.
+        # A 2-D tensor is a key mask that was not prepared. Prepared masks have other dimensions, or are not tensors.
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = self.mask(mask)
         return self.kernel(q, k, v, mask)
@@ -83,14 +83,15 @@ RESTRICTED = {
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's choice among its kernels."""
+    """Attend with torch's choice among its kernels."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def restricted_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """One kernel of torch, or its error, where torch alone would silently fall back to another.
+    """Attend with one kernel of torch, or raise its error, where torch alone would silently fall back to another.
 
-    By name, because models hold this function and torch's own constants cannot be copied or pickled.
+    The kernel is given by name, because models hold this function and torch's own constants cannot be copied or
+    pickled.
     """
     with sdpa_kernel(RESTRICTED[name]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -179,7 +180,7 @@ def _flash_dense(
 
 
 def _build_flash(name: str) -> Attention:
-    # By name: it cannot be installed without a GPU, and type checkers would miss it.
+    # Imported by name: it cannot be installed without a GPU, and type checkers would miss it.
     module = importlib.import_module("flash_attn")
     return Attention(name, flash_attention(module, torch.are_deterministic_algorithms_enabled()), pack_mask)
 
@@ -189,7 +190,7 @@ HUB_FLASH = ("kernels-community/flash-attn2", 2)
 
 
 def _build_flash_hub(name: str) -> Attention:
-    """flash-attn 2 of the Hub, by the package `kernels`: downloaded once, then read from the cache of the Hub."""
+    """Build flash-attn 2 of the Hub with the package `kernels`: downloaded once, then read from the Hub's cache."""
     get_kernel: Callable[..., Any] = importlib.import_module("kernels").get_kernel
     repository, version = HUB_FLASH
     try:
@@ -206,7 +207,7 @@ def _build_flash_hub(name: str) -> Attention:
 
 
 def _flash_of_torch(name: str) -> Attention:
-    """torch's flash kernel. It takes no mask on CUDA, so masked batches use its variable-length form."""
+    """Build torch's flash kernel. It takes no mask on CUDA, so masked batches use its variable-length form."""
     dense = partial(restricted_sdpa, "sdpa_flash")
     return Attention(name, packed_kernel(dense, _varlen_function()), pack_mask)
 
@@ -271,7 +272,7 @@ def flex_mask(key_mask: Tensor) -> Any:
 
 
 def _user_kernel(name: str) -> Kernel:
-    """`module:function`, called as (q, k, v, key_mask) with key_mask (B, N) bool or None."""
+    """Import `module:function`, called as (q, k, v, key_mask) with key_mask (B, N) bool or None."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -1,9 +1,9 @@
-"""Attention of models of transformers and diffusers: the kernel asked for, set by their own options, and proven.
+"""Attention of transformers and diffusers models: the requested kernel, set by their own options and proven.
 
-Three facts about them decide the form of this module. transformers replaces a kernel that it cannot use by another one
-and warns at most. A third of the attention of diffusers (SD3, every UNet) calls torch itself, and
-``set_attention_backend`` passes it over without a word. And the kernel is chosen while the model lies on the CPU.
-So calls of attention are recorded in one forward of the model, and repeated on the device, on its own shapes and masks.
+Three facts about them decide the form of this module. transformers replaces a kernel that it cannot use by another one,
+with a warning at most. A third of the attention of diffusers (SD3, every UNet) calls torch itself, and
+``set_attention_backend`` silently skips it. And the kernel is chosen while the model lies on the CPU. So attention
+calls are recorded in one forward of the model, and repeated on the device, with their shapes and masks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NAMES: dict[Library, dict[str, str]] = {
         "flex": "flex",
     },
 }
-"""Names of the option, and the library's own for them. The kernels of torch are restrictions of ``sdpa``."""
+"""Values of the option, and the library's own names for them. The kernels of torch are restrictions of ``sdpa``."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def apply_library_attention(
     """Set the attention of a transformers or diffusers model, in place, and prove it on ``device``.
 
     Call it on every process, with the initial weights in the model and before activation checkpointing, compilation
-    and ``prepare``. ``name`` is auto, which leaves what the library chose, or a name of ``NAMES`` or of torch's
-    kernels (``sdpa_math`` ...). ``dtype`` is that of the computation. ``example`` calls the model on small inputs with
-    the masks of training; None takes transformers' own for a model of token ids. It is called twice or three times
-    without computing attention, in eval mode and without gradients.
+    and ``prepare``. ``name`` is auto, which keeps the library's choice, or a name of ``NAMES`` or of torch's kernels
+    (``sdpa_math`` ...). ``dtype`` is that of the computation. ``example`` calls the model on small inputs with the
+    masks of training; None takes transformers' own for a model of token ids. It is called twice or three times without
+    computing attention, in eval mode and without gradients.
 
     The proof compares forward and backward of every kind of call with fp64: the model's own eager function in
     transformers, torch's definition in diffusers. Raises ``UsageError`` for a name that the library or the model does
@@ -113,7 +113,7 @@ def apply_library_attention(
     if name != "auto":
         _refuse_unknown(name, parts)
     elif simulated.active() is not None:
-        # On real tensors of the model's own shapes it would take as long as the simulation, and tell of this machine.
+        # A proof on real tensors would take as long as the simulation, and would only hold for this machine.
         return _unproven(name, parts, "a simulation has no device to prove it on")
     example = example or _own_example(parts)
     if example is None:
@@ -129,7 +129,7 @@ def apply_library_attention(
         _refuse_unable(name, parts, calls, device, dtype, compiled=compiled)
         _set(name, parts)
         if name in RESTRICTED:
-            # By identity, because modules are compared by nothing else and one may attend several times.
+            # Once for each module, by identity, because one may attend several times.
             for module in {id(call.module): call.module for call in calls}.values():
                 restrict_kernels(module, name)
         # Recorded again: what was set may have reached only some of the modules.
@@ -139,7 +139,7 @@ def apply_library_attention(
 
 
 def restrict_kernels(module: nn.Module, name: str) -> None:
-    """Let torch take this kernel alone inside ``module``, in place. It raises where the kernel cannot run."""
+    """Restrict torch to this kernel inside ``module``, in place. The forward raises where the kernel cannot run."""
     forward = type(module).forward
 
     @functools.wraps(forward)
@@ -153,14 +153,14 @@ def restrict_kernels(module: nn.Module, name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- names
 def _theirs(name: str, library: Library) -> str | None:
-    """The library's name, None where it has none."""
+    """Return the library's name for a kernel. None if it has no such kernel."""
     if name in RESTRICTED:
         name = "sdpa"
     return NAMES[library].get(name)
 
 
 def _known(parts: Parts) -> list[str]:
-    """Names common to all libraries of the model."""
+    """Return the names that all libraries of the model have."""
     return [name for name in ("eager", *NAMES["diffusers"], "flash4", *RESTRICTED) if _is_known(name, parts)]
 
 
@@ -187,7 +187,7 @@ def _refuse_unable(
     *,
     compiled: bool,
 ) -> None:
-    """Refuse what the table excludes for the shapes of this model."""
+    """Refuse a kernel that the table excludes for the shapes of this model."""
     needs = [_needs(call, device, dtype, compiled=compiled) for call in calls]
     machine = machine_of(device)
 
@@ -239,7 +239,7 @@ def _set(name: str, parts: Parts) -> None:
 def _set_backend(part: Any, backend: str) -> None:
     from diffusers.models import attention_dispatch
 
-    # diffusers makes the choice for one model that of the process, and later models would have it.
+    # diffusers applies the choice for one model to the whole process, and later models would inherit it.
     registry: Any = vars(attention_dispatch)["_AttentionBackendRegistry"]
     active, _ = registry.get_active_backend()
     try:
@@ -249,12 +249,12 @@ def _set_backend(part: Any, backend: str) -> None:
 
 
 def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall]) -> None:
-    """Compare the attention called by the model with the one asked for."""
+    """Refuse a kernel that some attention calls of the model do not use."""
     wanted = {_theirs(name, library) for library, _ in parts}
     restriction = (name,) if name in RESTRICTED else kernels_allowed()
     others: list[str] = []
     for call in calls:
-        # Restricted or left alone, torch's own function is what `sdpa` names.
+        # torch's own function, restricted or not, is what `sdpa` names.
         is_torch = call.chosen == DIRECT and (name == "sdpa" or name in RESTRICTED)
         if call.chosen not in wanted and not is_torch:
             others.append(f"{class_of(call)} ({'torch itself' if call.chosen == DIRECT else call.chosen})")
@@ -270,7 +270,7 @@ def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall])
 
 # ---------------------------------------------------------------------------------------------------------- calls
 def _own_example(parts: Parts) -> Example | None:
-    """transformers' example of token ids, for a model that takes them."""
+    """Return transformers' example of token ids. None for a model that does not take them."""
     library, part = parts[0]
     # Inputs of several models, or of pictures and sound, cannot be guessed.
     if len(parts) > 1 or library != "transformers" or part.main_input_name != "input_ids":
@@ -281,7 +281,7 @@ def _own_example(parts: Parts) -> Example | None:
 
 
 def _record(model: nn.Module, example: Example, dtype: torch.dtype) -> list[AttentionCall]:
-    """The calls of attention in one forward. Leaves the model and the generators as they are."""
+    """Return the attention calls of one forward. Leaves the model and the random generators as they are."""
     training = {module: module.training for module in model.modules()}
     kind = next(model.parameters()).device.type
     model.eval()
@@ -338,7 +338,7 @@ def _proven(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LibraryAttention:
-    # Call by call: results can only be compared where both attend to the same.
+    # Compared call by call, which is possible only where both have the same shapes.
     if [call.inputs[0].shape for call in calls] != [call.inputs[0].shape for call in references]:
         return _unproven(name, parts, "with eager it attends to other shapes")
     chosen = _described(name, calls)
@@ -346,7 +346,7 @@ def _proven(
     try:
         proof = prove_calls(calls, references, label, device, dtype)
     except CannotRunError as error:
-        # A model whose reference cannot be had is no reason to stop, unless a kernel was asked for.
+        # A model without a reference is no reason to stop, unless a kernel was requested.
         if name == "auto":
             return _unproven(name, parts, str(error))
         raise
@@ -371,7 +371,7 @@ def _unproven(name: str, parts: Parts, reason: str) -> LibraryAttention:
 
 
 def _described(name: str, calls: Sequence[AttentionCall]) -> str:
-    """The name asked for, or those called by the model."""
+    """Return the requested name, or with auto those that the model calls."""
     if name != "auto":
         return name
     ours = {theirs: own for names in NAMES.values() for own, theirs in names.items()} | {DIRECT: "sdpa"}

@@ -88,14 +88,15 @@ def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _sample_length(length: int) -> int:
-    """A short length with the same remainder, because kernels depend on alignment."""
+    """Return a short length with the same remainder, because kernels depend on alignment."""
     if length > 2 * SAMPLE_LENGTH:
         return SAMPLE_LENGTH + length % SAMPLE_LENGTH
     return max(length, 16)  # with a single key the gradients of q and k are zero
 
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
-    """Relative errors of the forward and of the worst gradient. NaN for a result that is not even comparable."""
+    """Return the relative errors of the forward and of the worst gradient. NaN for a result of another shape or
+    dtype."""
     heads = min(needs.heads, 2)
     length = _sample_length(needs.length)
     # Three rows, one for each kind of mask in `_rows`.
@@ -116,7 +117,7 @@ def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys
 
 
 def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
-    """The worst relative error of the gradients of ``inputs``. Infinite if one of them holds NaN.
+    """Return the worst relative error of the gradients of ``inputs``. Infinite if one of them holds NaN.
 
     ``weights`` is the gradient of the result.
     """
@@ -131,7 +132,7 @@ def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], w
 
 
 def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, Tensor]:
-    """The mask of keys, None without one, and (B, 1, N, 1) True for the queries with a meaningful result."""
+    """Return the key mask (None without one), and (B, 1, N, 1), True for queries with a meaningful result."""
     if not masked:
         queries = (needs.batch, needs.length)
         valid = torch.ones(queries, dtype=torch.bool, device=needs.device)
@@ -141,7 +142,7 @@ def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, T
 
 
 def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v in a model's layout, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
+    """Draw q, k, v in a model's layout, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
     # On the host, so that every device is tested with the same numbers.
     generator = torch.Generator().manual_seed(0)
 
@@ -157,7 +158,7 @@ def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, 
 
 
 def _rows(length: int) -> Tensor:
-    """Three rows of keys: all, padding in the middle as behind a first stream, none."""
+    """Return three rows of keys: all, all but padding in the middle (as after a first stream), none."""
     place = torch.arange(length)
     in_front = place < length // 3
     behind = place >= 2 * length // 3
@@ -165,20 +166,20 @@ def _rows(length: int) -> Tensor:
 
 
 def _meaningful(key_mask: Tensor) -> Tensor:
-    """Queries with a meaningful result: unmasked positions, and all of a row without keys."""
+    """Return the queries with a meaningful result: unmasked positions, and all of a row without keys."""
     return key_mask | ~key_mask.any(-1, keepdim=True)
 
 
 def relative_error(difference: Tensor, expected: Tensor) -> float:
-    """L2 norm of a difference, relative to the norm of the expected value."""
-    # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
+    """Return the L2 norm of a difference, relative to the norm of the expected value."""
+    # Avoids 0 / 0: its NaN would fail the proof of a gradient that is rightly zero.
     size = expected.norm().clamp_min(1e-30)
     return float(difference.norm() / size)
 
 
 # ------------------------------------------------------------------------------------------------ time and events
 def _step(attention: Attention, needs: AttentionNeeds) -> Callable[[], object]:
-    """One forward, and backward where needed, on tensors of the needed shapes with about a quarter of padding."""
+    """Build a step: forward, and backward where needed, on the needed shapes with about a quarter of padding."""
     q, k, v, weights = _sample(needs)
     key_mask: Tensor | None = None
     if needs.mask:
@@ -198,7 +199,8 @@ def _step(attention: Attention, needs: AttentionNeeds) -> Callable[[], object]:
 
 
 def time_attention(attention: Attention, needs: AttentionNeeds, seconds: float = 0.5) -> float:
-    """Median seconds of one forward and backward on the needed shapes. Measures for about `seconds`, at least twice.
+    """Return median seconds of one forward and backward on the needed shapes. Measures for about `seconds`, at least
+    twice.
 
     Waits for the device.
     """
@@ -221,7 +223,7 @@ def _wait(device: torch.device) -> None:
 
 
 def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, ...]:
-    """Names of the kernels of one forward and backward, for the run info. Takes about a second.
+    """Return the names of the kernels of one forward and backward, for the run info. Takes about a second.
 
     On CUDA the device kernels in torch's profiler, elsewhere torch's operators with "attention" in their name.
     """
@@ -229,7 +231,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
 
 
 def operators_of(step: Callable[[], object], device: torch.device) -> tuple[str, ...]:
-    """Names of the kernels that run in a step on ``device``, as ``kernels_that_ran`` gives them. Runs it twice."""
+    """Return the names of the kernels in a step on ``device``, as ``kernels_that_ran`` does. Runs it twice."""
     step()  # so that compilation and autotuning are not recorded
     if device.type != "cuda":
         with _recorded_operators() as names:
@@ -297,7 +299,7 @@ def _row(name: str, needs: AttentionNeeds, machine: Machine, seconds: float) -> 
         measured = time_attention(attention, needs, seconds)
         kernels = kernels_that_ran(attention, needs)
         return AttentionRow(name, None, proof, measured, kernels)
-    # Whatever a library raises on this device is the reason in its row, and the other rows go on.
+    # An error that a library raises on this device is the reason in its row, and the other rows are still tried.
     except (RuntimeError, ImportError, NotImplementedError, UsageError) as error:
         reason = " ".join(str(error).split())
         return AttentionRow(name, reason[:300])

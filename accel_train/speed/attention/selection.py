@@ -22,9 +22,10 @@ REPLACED = {
     "flex_attention": "flex",
     "native": "sdpa",
 }
-"""Names of other projects, refused with the name used here."""
+"""Kernel names of other projects, refused with a pointer to the name used here."""
 OF_TRANSFORMERS = "eager"
-"""The attention that a model of transformers brings itself. Models of this package have none: theirs is sdpa_math."""
+"""The attention code of a transformers model itself. Models of this package have none: their plain math is
+sdpa_math."""
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
 _WRONG_FUNCTION = (TypeError, ValueError)
 """Errors of a user's function with other arguments or shapes. `UsageError` is one of them."""
@@ -32,7 +33,8 @@ T = TypeVar("T")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """torch's choice, in one call: tensors (B, H, N, D), `key_mask` (B, N) True where a key may be attended.
+    """Attend with torch's choice, in one call: tensors (B, H, N, D), `key_mask` (B, N) True where a key may be
+    attended.
 
     None means that no key is masked in any row. Models call `Attention.mask` once per forward instead and pass the
     result to every block. See `Attention` for masked rows and queries.
@@ -121,7 +123,7 @@ def _notice(built: Attention, proof: Proof, needs: AttentionNeeds, why: str) -> 
 
 
 def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, failed: list[str]) -> tuple[Attention, str]:
-    """The first kernel proven on every process. The notice names the failed ones, and where they failed."""
+    """Return the first kernel proven on every process. The notice names the failed ones, and where they failed."""
     failed = list(failed)
     for name in names:
         found = None
@@ -130,7 +132,7 @@ def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, faile
             found = _proven(name, needs, why)
         except (*_CANNOT_RUN, UsageError) as error:
             problem = _failure(name, error)
-        # Gathered also where it failed here, because the others are in the same collective.
+        # Gathered even if it failed here, because the other processes are in the same collective.
         problems = [words for words in _gather(problem) if words]
         if found is not None and not problems:
             attention, notice = found
@@ -140,7 +142,7 @@ def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, faile
 
 
 def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], list[str]]:
-    """Kernels of every process, in the order of rank 0, and notices about the others.
+    """Return the kernels that every process can run, in the order of rank 0, and notices about the others.
 
     Hosts may differ in packages and devices, but a step is one function of all ranks: two kernels in one run would
     round differently, and `tune` cannot reduce timings of different lengths.
@@ -159,13 +161,13 @@ def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple
 
 
 def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], str, list[str]]:
-    """Kernels by measured time, fastest first, the times as text, and the failures. The same on every process."""
+    """Return kernels by measured time, fastest first, the times as text, and failures. The same on every process."""
     timed = [_time_or_inf(name, needs) for name in names]
     slowest = _slowest_of_all_processes([seconds for seconds, _ in timed], needs.device)
     problems_by_rank = _gather([problem for _, problem in timed])
     failed: list[str] = []
     for problems in zip(*problems_by_rank, strict=True):
-        # One process speaks for all: the notice need not repeat what every rank of a large run has met.
+        # The first process that failed is enough: a notice need not repeat the problem for every rank of a large run.
         failed.extend([problem for problem in problems if problem][:1])
     # An infinite time on any process removes the kernel on all of them.
     finite = {name: seconds for name, seconds in zip(names, slowest, strict=True) if seconds != float("inf")}
@@ -199,7 +201,7 @@ def _slowest_of_all_processes(seconds: list[float], device: torch.device) -> lis
 
 
 def _gather(value: T) -> list[T]:
-    """The value of each process, by rank. A collective where there are several."""
+    """Return the value of each process, by rank. A collective where there are several."""
     if not _is_distributed():
         return [value]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -208,7 +210,7 @@ def _gather(value: T) -> list[T]:
 
 
 def _place() -> str:
-    """This process and its host, for a message. Empty where there is one process."""
+    """Return this process and its host, for a message. Empty where there is one process."""
     if not _is_distributed():
         return ""
     return f" on process {torch.distributed.get_rank()} ({socket.gethostname()})"

@@ -182,18 +182,19 @@ BACKENDS: tuple[Backend, ...] = (
 NAMES = tuple(dict.fromkeys(row.name for row in BACKENDS))
 
 PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
-    # cuDNN is 1.7 to 2.3 times the flash kernel on Hopper and slower or equal elsewhere (transformers#48163). With a
-    # mask its gradients can be NaN (pytorch#196678) and the flash kernel can pack.
+    # cuDNN is 1.7 to 2.3 times as fast as the flash kernel on Hopper and slower or equal elsewhere
+    # (transformers#48163). With a mask its gradients can be NaN (pytorch#196678) and the flash kernel can pack.
     ("9", False, ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa")),
     ("cuda", None, ("sdpa_flash", "sdpa_efficient", "sdpa")),
     ("any", None, ("sdpa",)),
 )
-"""Kernels of `auto`, in order. The first line with the device (major capability or type) and the mask applies."""
+"""Kernels of `auto`, in order. The first row that matches the device (major capability or type) and the mask
+applies."""
 
 
 def _importable(module: str) -> bool:
     try:
-        # Asked first, because find_spec raises for a loaded module without a __spec__.
+        # Checked first, because find_spec raises for a loaded module without a __spec__.
         return module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # the package above it is missing or broken
         return False
@@ -226,12 +227,12 @@ def why_not(name: str, needs: AttentionNeeds, machine: Machine) -> str | None:
 
 
 def able(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
-    """Kernels of the table without a reason against them, in its order."""
+    """Return the kernels of the table that can run here, in its order."""
     return tuple(name for name in NAMES if why_not(name, needs, machine) is None)
 
 
 def preferred(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
-    """Candidates of `auto`, best first, in the order of `PREFERENCE`. Never empty: sdpa runs everywhere."""
+    """Return the candidates of `auto`, best first, in the order of `PREFERENCE`. Never empty: sdpa runs everywhere."""
     kinds = {machine.device, "any"}
     if machine.capability:
         kinds.add(str(machine.capability[0]))

@@ -1,12 +1,12 @@
-"""Offload of activations: what checkpointed blocks keep for the backward lies in host memory until shortly before.
+"""Activation offload: inputs that checkpointed blocks keep for the backward are in host memory until shortly before.
 
 A checkpointed block keeps its inputs. Those of a block are sent to pinned memory while the next block computes, and
 their memory on the device is given up when the one after that begins. In the backward each block's inputs are fetched
-while the block behind it computes. So the inputs of two blocks lie on the device at a time, and those of the last two
+while the block after it computes. So the inputs of two blocks lie on the device at a time, and those of the last two
 blocks, with which the backward begins, never leave it.
 
 ``torch.autograd.graph.save_on_cpu`` copies on the stream of the kernels, which wait for each copy, and fetches a tensor
-only when it is needed. torch's own copies beside the kernels are for compiled graphs (``torch/_functorch``).
+only when it is needed. torch's own copies that overlap with kernels are for compiled graphs (``torch/_functorch``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from accel_train.speed.options import ActivationCheckpointingConfig
 
 logger = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 20
-"""Smallest storage that is sent. The device copies less in about 20 us, which is what the launch takes the host."""
+"""Smallest storage that is sent. The device copies a smaller one in about 20 us, which is as long as the host needs to
+launch the copy."""
 BLOCKS_ON_DEVICE = 2
 
 
 def input_offload(
     config: ActivationCheckpointingConfig, device: torch.device, compile_mode: str
 ) -> InputOffload | None:
-    """Return the offload that the option asks for, None without. Raises ``UsageError`` where it is not possible."""
+    """Return the offload that the option requests, None if it is off. Raises ``UsageError`` where it is not
+    possible."""
     if not config.offload:
         return None
     option = "activation_checkpointing.offload: true"
@@ -52,7 +54,7 @@ def input_offload(
             f"{option}: inputs are exchanged around each block, which compile.mode {compile_mode} cannot trace; use "
             "--compile.mode off"
         )
-    # With an index, as tensors have it.
+    # With an index, like the devices of tensors.
     return InputOffload(PinnedTransfers(torch.device("cuda", gpu_index(device))))
 
 
@@ -60,13 +62,13 @@ class InputOffload:
     """Runs checkpointed blocks whose inputs wait for the backward in host memory.
 
     Results are those of ``checkpoint`` to the bit: the recomputation reads the same bytes at the same strides. No order
-    of blocks is assumed: the inputs that were kept before a block's are those needed behind them in the backward.
+    of blocks is assumed: the inputs kept just before a block's are those needed just after them in the backward.
     """
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._newest: Callable[[], _Inputs | None] = _nothing
-        """Weak, like all links between inputs: the graph owns them, and they go with it."""
+        """Weak, like all links between inputs: the graph owns them, and they are freed with it."""
         self._has_warned = False
         self._known: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         """Storages that are kept for a backward, by address on the device."""
@@ -81,9 +83,9 @@ class InputOffload:
             )
 
     def run(self, method: Callable[..., Any], module: nn.Module, arguments: Any, named: Any) -> Any:
-        """Call the method, recomputed in the backward from inputs that were in host memory meanwhile."""
-        # torch saves tensors that are arguments themselves. It would keep those within a list or a named argument on
-        # the device, beside its hooks.
+        """Call the method. The backward recomputes it, from inputs that were in host memory in between."""
+        # torch saves tensors that are positional arguments. Those within a list or a named argument would bypass the
+        # hooks and stay on the device.
         leaves, form = tree_flatten((arguments, named), _is_leaf)
         inputs = self._keep(leaves)
         call = _Call(method, module, form, [(arguments, named)])
@@ -91,7 +93,8 @@ class InputOffload:
             return checkpoint(call, *leaves, use_reentrant=False)
 
     def _keep(self, leaves: Sequence[Any]) -> _Inputs:
-        """Keep the inputs of the next block, and move on with those of the blocks before it."""
+        """Keep the inputs of the next block, send those of the block before it, and free those of the one before
+        that."""
         previous = self._newest()
         inputs = _Inputs(self._storages_of(leaves), self._newest)
         self._newest = weakref.ref(inputs)
@@ -106,7 +109,8 @@ class InputOffload:
         return inputs
 
     def _warn_once(self) -> None:
-        """Say that a micro-batch is too small. No error: later ones may be larger, as those of other processes."""
+        """Warn that a micro-batch is too small. Not an error: later ones, or those of other processes, may be
+        larger."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -117,10 +121,10 @@ class InputOffload:
         )
 
     def _storages_of(self, leaves: Sequence[Any]) -> dict[int, _Storage]:
-        """Return what can be sent, by address.
+        """Return the storages that can be sent, by address.
 
-        What one of the two blocks before keeps as well stays on the device: conditions and positions, which are the
-        same for all blocks.
+        A storage that one of the two blocks before keeps as well stays on the device: conditions and positions, which
+        are the same for all blocks.
         """
         found: dict[int, _Storage] = {}
         for memory in _worth_it(leaves, self._transfers.device):
@@ -145,7 +149,7 @@ def _is_leaf(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a block, once with the arguments as they are and then with those that were kept."""
+    """A call of a block, first with the arguments as they are and then with those that were kept."""
 
     method: Callable[..., Any]
     module: nn.Module
@@ -153,7 +157,7 @@ class _Call:
     given: list[tuple[Any, Any]]
 
     def __call__(self, *leaves: Any) -> Any:
-        # The forward gets the very lists of the caller, to which a block may append.
+        # The forward gets the caller's own lists, to which a block may append.
         if self.given:
             arguments, named = self.given.pop()
         else:
@@ -162,7 +166,7 @@ class _Call:
 
 
 class _Inputs:
-    """What one call of a block keeps for its backward."""
+    """Inputs that one call of a block keeps for its backward."""
 
     def __init__(self, storages: dict[int, _Storage], previous: Callable[[], _Inputs | None]) -> None:
         self._storages = storages
@@ -170,7 +174,7 @@ class _Inputs:
         """The inputs kept before these, as long as they are needed."""
 
     def send(self) -> bool:
-        """Begin to copy them to the host. Return True if there is anything."""
+        """Begin to copy them to the host. Return True if there is anything to send."""
         sent = [storage.send() for storage in self._storages.values()]
         return any(sent)
 
@@ -185,8 +189,8 @@ class _Inputs:
             storage.fetch()
 
     def pack(self, tensor: Tensor) -> _Watched | _View:
-        """Return what the graph holds in place of the tensor."""
-        # It shares the version, and not the graph.
+        """Return the object that the graph holds in place of the tensor."""
+        # `detach` shares the version counter, but not the graph.
         watched = _Watched(tensor.detach(), tensor._version)
         storage = None
         if _can_be_sent(tensor):
@@ -206,13 +210,13 @@ class _Inputs:
 
 
 class _Watched(NamedTuple):
-    """A saved tensor. torch does not look at the version of what hooks return."""
+    """A saved tensor with its version, which torch does not check for tensors that hooks return."""
 
     tensor: Tensor
     version: int
 
     def tensor_again(self) -> Tensor:
-        """Return it. Raises ``RuntimeError`` if it was changed."""
+        """Return the tensor. Raises ``RuntimeError`` if it was changed in place."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"an input of a checkpointed block, {self.tensor.dtype} {list(self.tensor.shape)}, was changed in "
@@ -222,7 +226,7 @@ class _Watched(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A saved tensor by its place in a storage, wherever that lies."""
+    """A saved tensor by its place in a storage, on the device or in host memory."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -231,7 +235,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor_again(self) -> Tensor:
-        """Return it, on the device."""
+        """Return the tensor, on the device."""
         memory = self.storage.on_device()
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
@@ -252,11 +256,11 @@ class _Storage:
         """Saved tensors in it that may still be changed."""
 
     def is_at(self, address: int) -> bool:
-        """Return True if it lies there. Once it was given up, something else may."""
+        """Return True if the storage is at this address. Once its memory was given up, something else may be there."""
         return self._memory is not None and self._memory.data_ptr() == address
 
     def send(self) -> bool:
-        """Begin to copy it to the host. Return False if it stays."""
+        """Begin to copy the storage to the host. Return False if it stays."""
         self._check()
         if self.stays:
             return False
@@ -266,11 +270,11 @@ class _Storage:
         return True
 
     def leave(self) -> None:
-        """Give up the memory of the device, unless it stays there."""
+        """Give up the memory on the device, unless the storage stays there."""
         if self._host is None or self.stays:
             return
         self._check()
-        # What is launched next may be given this memory.
+        # Kernels launched next may get this memory.
         self._wait()
         self._memory = None
         self.watched.clear()
@@ -279,13 +283,13 @@ class _Storage:
         """Begin to copy it to the device, unless it is there."""
         if self._memory is not None:
             return
-        # Allocated for the current stream, which waits for the copy: nothing has to be recorded for the allocator.
+        # Allocated for the current stream, which waits for the copy: the allocator needs no `record_stream`.
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._transfers.device)
         self._copying = self._transfers.fetch(self._host, memory)
         self._memory = memory
 
     def on_device(self) -> Tensor:
-        """Return its bytes, of which kernels launched from now on may read."""
+        """Return its bytes on the device, for kernels launched from now on."""
         self.fetch()
         self._check()
         self._wait()
@@ -302,7 +306,7 @@ class _Storage:
             self._copying = None
 
     def __del__(self) -> None:
-        # A graph may go without a backward, while a copy is on its way to memory that is free now.
+        # A graph may be freed without a backward, while a copy still writes to memory that would be free now.
         self._wait()
         if self._host is not None:
             self._transfers.free(self._host)
@@ -330,9 +334,9 @@ def _worth_it(leaves: Sequence[Any], device: torch.device) -> list[torch.Untyped
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Return True for a plain tensor that is no parameter, on whichever device."""
-    # A subclass may have no storage, and a leaf with a gradient is held by who made it.
+    """Return True for a plain tensor that is no parameter, on any device."""
+    # A subclass may have no storage, and whoever made a leaf with a gradient holds it anyway.
     if type(value) is not Tensor or (value.is_leaf and value.requires_grad):
         return False
-    # Other layouts have no storage, and a lazy negation is no part of it.
+    # Other layouts have no storage, and the storage does not hold a lazy negation.
     return value.layout == torch.strided and value.is_floating_point() and not value.is_neg()

@@ -18,7 +18,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
-    """Set up the allocator of ``device`` for this process, and return notices. Before anything is allocated there.
+    """Set up the allocator of ``device`` for this process, and return notices. Call it before anything is allocated.
 
     Every process calls it. Raises ``UsageError`` for a device without the allocator, a CPU among them.
     """
@@ -27,7 +27,7 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
         asked["fraction"] = config.fraction
     if config.expandable_segments:
         asked["expandable_segments"] = "true"
-    # A simulation counts bytes, and its device is not there.
+    # A simulation counts bytes, and its device does not exist.
     if not asked or simulated.active() is not None:
         return []
     if device.type != "cuda":
@@ -41,7 +41,7 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
         _allocator_settings()(_with_expandable_segments())
         notices.append("memory.expandable_segments: the allocator extends its segments")
     if config.fraction < 1:
-        # Of a process of its own: others on the same device are not counted.
+        # The limit is per process: others on the same device are not counted.
         torch.cuda.set_per_process_memory_fraction(float(config.fraction), gpu_index(device))
         total = torch.cuda.get_device_properties(device).total_memory
         notices.append(f"memory.fraction: {config.fraction:g}: {config.fraction * total / 2**30:.2f} GiB of {device}")
@@ -55,7 +55,8 @@ def gpu_index(device: torch.device) -> int:
 
 
 def _with_expandable_segments() -> str:
-    """Return the settings of the environment with this one, because torch resets whatever a change does not name."""
+    """Return the settings of the environment plus this one, because torch resets every setting a change does not
+    name."""
     name = next((each for each in VARIABLES if os.environ.get(each)), VARIABLES[0])
     given = os.environ.get(name, "")
     parts = [part.strip() for part in given.split(",") if part.strip()]

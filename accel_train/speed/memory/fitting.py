@@ -22,7 +22,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 class Kept(NamedTuple):
-    """What a run keeps in memory for each trained parameter, beside its weight."""
+    """Memory that a run needs for each trained parameter, besides its weight."""
 
     optimizer: str
     training: bool = True
@@ -33,13 +33,13 @@ class Kept(NamedTuple):
     """Bytes of a saved value of weights and EMA."""
 
     def snapshot_bytes(self) -> int:
-        """Return the bytes of each trained parameter in the snapshot of a save, over all processes."""
+        """Return the bytes per trained parameter in the snapshot of a save, over all processes."""
         if not self.training:
             return 0
         values = 2 if self.has_ema else 1
         if not self.saves_state:
             return values * self.saved_bytes
-        # Of rounded values exact ones are saved as well.
+        # Rounded values are saved together with exact ones.
         exact = values * FP32_BYTES if self.saved_bytes < FP32_BYTES else 0
         return values * self.saved_bytes + exact + OPTIMIZER_BYTES.get(self.optimizer, 0)
 
@@ -56,7 +56,7 @@ class Size(NamedTuple):
 
     @property
     def frozen_bytes(self) -> int:
-        """Weights on the device that are not trained. Trained ones are fp32."""
+        """Bytes of weights on the device that are not trained. Trained ones are fp32."""
         return max(0, self.weight_bytes - self.offloaded_bytes - FP32_BYTES * self.trained)
 
 
@@ -106,7 +106,7 @@ def refuse_what_cannot_fit(
     if device.type == "cpu":
         # There is no other memory to keep them in.
         required = (required + size.offloaded_bytes) * local
-        # By then the gradients are freed. The processes share one snapshot, but without sharding no gradient.
+        # By then the gradients are freed. The processes divide one snapshot, but divide a gradient only with sharding.
         gradient = FP32_BYTES / (world_size if sharded else 1)
         more = size.trained * local * (kept.snapshot_bytes() / world_size - gradient)
         if kept.training and more > 0:
@@ -129,7 +129,7 @@ def refuse_what_cannot_fit(
 
 
 def _local_processes() -> int:
-    """Processes of this host. torchrun and accelerate launch say so."""
+    """Return the number of processes on this host, which torchrun and accelerate launch set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -150,7 +150,7 @@ def _refuse_whole_weights(model: str, size: Size, once_per_host: bool) -> None:
 
 
 def _state_of_trained(kept: Kept) -> tuple[int, list[str]]:
-    """Return the bytes of each trained parameter beside its weight, and a description of them."""
+    """Return the bytes per trained parameter besides its weight, and a description of them."""
     bytes_each = 0
     parts: list[str] = []
     if kept.has_ema:
@@ -166,7 +166,7 @@ def _state_of_trained(kept: Kept) -> tuple[int, list[str]]:
 
 
 def host_bytes(limits: Sequence[str] = LIMITS) -> int:
-    """Memory of this host, or the container's limit where it is lower."""
+    """Return the memory of this host in bytes, or the container's limit where it is lower."""
     available = psutil.virtual_memory().total
     for path in limits:
         if Path(path).is_file():
@@ -177,7 +177,7 @@ def host_bytes(limits: Sequence[str] = LIMITS) -> int:
 
 
 def device_bytes(device: torch.device) -> float:
-    """Memory of a GPU that this process may allocate, infinite for any other device."""
+    """Return the bytes of a GPU that this process may allocate. Infinite for any other device."""
     if device.type != "cuda":
         return float("inf")
     total = torch.cuda.get_device_properties(device).total_memory

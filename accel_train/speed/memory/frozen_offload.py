@@ -1,9 +1,9 @@
 """Offload of frozen blocks: their weights lie in host memory, and two blocks at a time on the device.
 
 While one block computes, the next one is copied. Group offloading of diffusers and the hooks of Accelerate do so for
-inference: they take a block's weights away after its forward, where its backward still needs them. Here a frozen
-parameter is a view of one of two buffers for the whole run. What autograd saves stays valid, as long as the right
-block lies in the buffer when a kernel reads it: it is brought before each forward and before each backward of a block.
+inference: they take a block's weights away after its forward, although its backward still needs them. Here a frozen
+parameter is a view of one of two buffers for the whole run. What autograd saves stays valid, as long as the right block
+lies in the buffer when a kernel reads it: it is brought before each forward and before each backward of a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accel_train.speed.memory.transfers import copy_beside
 
 GIB = 1 << 30
 PIECE_BYTES = 64 << 20
-"""Largest allocation of pinned memory. torch rounds each up to a power of two, which would double that of a block."""
+"""Largest allocation of pinned memory. torch rounds each up to a power of two, which could double that of a block."""
 ALIGNMENT = 256
 """Alignment of parameters in their buffer, in bytes, as torch's allocator aligns tensors."""
 BUFFERS = 2
@@ -37,10 +37,10 @@ def offload_frozen_blocks(
     """Move the frozen parameters of the model's blocks to host memory, in place, and return a notice.
 
     Call it after the weights are loaded and the speed options are applied, before ``prepare`` moves the rest of the
-    model to ``device``. On a CPU there is no other memory, and each block is copied for nothing.
+    model to ``device``. On a CPU there is no other memory, and the copies of the blocks save nothing.
 
     A block is read from the host twice in a step of one micro-batch, for forward and backward. Its ``state_dict`` has
-    the values of the host. Nothing else may read a frozen parameter outside of a forward or backward of its block.
+    the values from host memory. Nothing else may read a frozen parameter outside of a forward or backward of its block.
 
     Raises ``UsageError`` under a strategy that shards or casts the weights, with compiled blocks, with weights of
     bitsandbytes, and if no block has a frozen parameter.
@@ -96,7 +96,7 @@ def _refuse(model: nn.Module, strategy: str, compile_mode: str) -> None:
 
 
 def blocks_in_order(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost blocks about in the order of use, so that neighbours get different buffers.
+    """Return the innermost blocks in approximately the order of use, so that neighbours get different buffers.
 
     In a block of a UNet ``resnets.0`` and ``attentions.0`` come before those with number 1, but are registered in two
     lists.
@@ -126,7 +126,7 @@ def _frozen(model: nn.Module, block: nn.Module) -> dict[str, nn.Parameter]:
     if not found:
         return found
     uses = _uses(model)
-    # As often in the whole model as in the block. A tied weight is read by two blocks, which cannot both bring it.
+    # Used only inside the block. A tied weight is read by two blocks, which cannot both fetch it.
     inside = _uses(block)
     return {name: p for name, p in found.items() if uses[id(p)] == inside[id(p)]}
 
@@ -204,7 +204,7 @@ def _to_host(parameters: dict[str, nn.Parameter], number: int, buffer: Tensor) -
 
 
 class _Residents:
-    """The block in each buffer."""
+    """Keeps track of the block in each buffer, and fetches blocks."""
 
     def __init__(self, blocks: Sequence[_FrozenBlock], device: torch.device) -> None:
         self._blocks = blocks
@@ -214,7 +214,7 @@ class _Residents:
         self._arrivals: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._last: tuple[bool, int] | None = None
         self._following: dict[tuple[bool, int], int] = {}
-        """By (whether in a backward, block): the block used next the last time."""
+        """By (is in a backward, block): the block that was used next the last time."""
 
     def fetch(self, number: int, *, backward: bool) -> None:
         """Let the device wait until the block is there, and begin to copy the one expected next."""

@@ -1,4 +1,4 @@
-"""Copies between host and device beside the kernels."""
+"""Copies between host and device that overlap with kernels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 2 << 20
-"""Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
-each allocation up."""
+"""Unit of pinned memory, so that inputs of any size can reuse what others have freed. A power of two, because torch
+rounds each allocation up to one."""
 
 
 @torch.no_grad()
 def copy_beside(
     stream: torch.cuda.Stream, device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]
 ) -> torch.cuda.Event:
-    """Begin to copy each (source, target) on ``stream``, and return the event behind the last one.
+    """Begin to copy each (source, target) on ``stream``, and return the event after the last one.
 
-    Nothing waits on the host, if the side in host memory is pinned.
+    The host does not wait, if the host memory is pinned.
     """
     # What has been launched so far may still write a source, or read what lies in a target now.
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -32,16 +32,16 @@ def copy_beside(
 
 
 class Transfers(Protocol):
-    """Copies between a device and host memory, made in the order in which they were asked for."""
+    """Copies between a device and host memory, made in the order of the calls."""
 
     device: torch.device
 
     def send(self, source: Tensor) -> tuple[Any, Any]:
-        """Begin to copy bytes to the host. Return the host's copy and the event of the end."""
+        """Begin to copy bytes to the host. Return the host's copy and the event of its completion."""
         ...
 
     def fetch(self, host: Any, target: Tensor) -> Any:
-        """Begin to copy the host's copy to ``target``. Return the event of the end."""
+        """Begin to copy the host's copy to ``target``. Return the event of the completion."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -49,7 +49,7 @@ class Transfers(Protocol):
         ...
 
     def free(self, host: Any) -> None:
-        """Take host memory back, for copies that are asked for from now on."""
+        """Release host memory for later copies."""
         ...
 
 
@@ -86,9 +86,9 @@ class PinnedTransfers:
         return self._copy(pairs)
 
     def wait(self, event: _Copied) -> None:
-        """Let the current stream wait, and the one in whose order the memory is used."""
+        """Let the current stream wait, and the stream whose memory the copy uses."""
         torch.cuda.current_stream(self.device).wait_event(event.event)
-        # A graph may go, and its memory be free, while another stream is the current one.
+        # A graph, and with it the memory, may be freed while another stream is current.
         event.stream.wait_event(event.event)
 
     def free(self, host: Sequence[Tensor]) -> None:
