@@ -21,7 +21,7 @@ SEAL = "sha256.json"
 STAMPS = "stamps.json"
 """Sizes and times of these files when they were last hashed. If they have changed, a start hashes the folder again."""
 CLOCK_STEP_NS = 2 * 10**9
-"""Coarsest clock of a file system. A file hashed sooner after its change may have changed again at the same time."""
+"""Coarsest clock of a file system. A file hashed sooner after a change may change again with the same timestamp."""
 REMEDY = (
     "what another user made in a cache may not be written to: give --data.cache_dir or ACCEL_TRAIN_CACHE a folder of "
     "your own, or free space on the disk"
@@ -58,7 +58,7 @@ def cache_if_usable() -> Path | None:
 
 
 def open_cache(option: str | None, rank: int, world_size: int) -> Path:
-    """Return `cache_directory`. Rank 0 prints a notice if other hosts have another one. Collective."""
+    """Return `cache_directory`. Rank 0 prints a notice if other hosts do not share it. Collective."""
     cache = cache_directory(option)
     notice = hosts_without(cache, rank, world_size)
     if notice is not None and rank == 0:
@@ -155,7 +155,7 @@ def without_folder(barrier: Callable[[], None]) -> None:
 
 
 def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
-    # Who may not write there takes no lock.
+    # A process that may not write there takes no lock.
     if _is_unchanged(folder) or (not os.access(folder.parent, os.W_OK) and is_intact(folder)):
         return
     with one_at_a_time(folder.with_name(f".{folder.name}.lock")):
@@ -178,7 +178,7 @@ def _build(folder: Path, write: Callable[[Path], None]) -> None:
             with file.open("rb") as content:
                 os.fsync(content.fileno())
     except Exception as error:
-        # Others may come from what is read.
+        # Other errors may come from reading the input.
         if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
             raise
         shutil.rmtree(part, ignore_errors=True)
@@ -203,7 +203,7 @@ def is_intact(folder: Path) -> bool:
     if _is_unchanged(folder):
         return True
     try:
-        # Before they are read: what changes meanwhile differs from these.
+        # Taken before the files are read, so that a change in the meantime shows.
         stamps = _stamps(folder)
         expected = json.loads((folder / SEAL).read_text("utf-8"))
         if expected != _hashes(folder):
@@ -215,7 +215,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def _is_unchanged(folder: Path) -> bool:
-    """Compare sizes and times of the files with those of the time when they were last hashed."""
+    """Return True if sizes and times of the files are those noted when they were last hashed."""
     try:
         noted = json.loads((folder / STAMPS).read_text("utf-8"))
         noted_at = (folder / STAMPS).stat().st_mtime_ns

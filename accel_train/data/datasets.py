@@ -68,7 +68,7 @@ class ShapedDataset(Protocol):
 
 @runtime_checkable
 class KindsDataset(Protocol):
-    """Dataset of which several samples may be of one kind, such as pictures of one caption."""
+    """Dataset in which several samples may be of one kind, such as pictures with one caption."""
 
     def kind(self, index: int, /) -> Hashable:
         """Return the kind of a sample. In an evaluation, a sample and its shuffled partner are of different kinds."""
@@ -84,7 +84,7 @@ class TextRow(NamedTuple):
     positions: list[int]
     """0 at the first token of each text."""
     remarks: list[str]
-    """What became of each text, such as ``truncated``. Empty for a whole one."""
+    """Remark on each text, such as ``truncated``. Empty for one that is whole."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def collate_of(dataset: MapDataset) -> Collate:
 
 def refuse_other_than_map_style(dataset: object) -> None:
     """Raise `UsageError` for data without a length and an index, such as a `DataLoader`."""
-    # It has both, and raises in them.
+    # An `IterableDataset` may have both, and raises in them.
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return
     remedy = "read it into a list, or into files with an index"

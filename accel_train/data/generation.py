@@ -15,10 +15,10 @@ from accel_train.cores import usable_cores
 T = TypeVar("T")
 
 SECONDS_WORTH_WORKERS = 15.0
-"""Shortest work worth starting workers for. Each imports torch and the main script: seconds of its core."""
+"""Shortest work worth starting workers for. Each imports torch and the main script, which takes seconds."""
 
 AHEAD_PER_WORKER = 2
-"""Most blocks of a worker that are being made or wait to be taken."""
+"""Maximum number of blocks per worker that are being made or wait to be taken."""
 
 
 def blocks_in_order(
@@ -51,7 +51,7 @@ def blocks_in_order(
 
 def _map_in_workers(make: Callable[[int], T], numbers: range, workers: int) -> Iterator[T]:
     context = multiprocessing.get_context("spawn")
-    # What makes the blocks is sent to each worker once: it may be large.
+    # `make` is sent to each worker only once, because it may be large.
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
     made: deque[Future[T]] = deque()
     try:
@@ -63,7 +63,7 @@ def _map_in_workers(make: Callable[[int], T], numbers: range, workers: int) -> I
         while made:
             yield made.popleft().result()
     finally:
-        # A caller that stops early would wait for all that is queued.
+        # Without this, a caller that stops early would wait for all queued blocks.
         pool.shutdown(cancel_futures=True)
 
 

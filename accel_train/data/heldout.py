@@ -77,7 +77,7 @@ def heldout_pairs(
 
 
 def kinds_of(dataset: MapDataset, samples: int) -> list[Hashable]:
-    """List the kind of each of the first ``samples``. Each is of its own in a dataset without kinds."""
+    """List the kind of each of the first ``samples``. In a dataset without kinds, each sample has its own."""
     rows = range(min(samples, len(dataset)))
     if isinstance(dataset, KindsDataset):
         return [dataset.kind(index) for index in rows]
@@ -94,7 +94,7 @@ def partners_of(kinds: Sequence[Hashable]) -> list[int]:
     sizes = Counter(kinds)  # in the order of first appearance
     place = {kind: number for number, kind in enumerate(sizes)}
     ordered = sorted(range(count), key=lambda index: place[kinds[index]])
-    # Kinds stand together here, so that a shift by the size of the largest leaves each of them.
+    # Samples of a kind are adjacent here, so a shift by the size of the largest kind leaves every kind.
     largest = max(sizes.values())
     shift = count // 2
     if shift < largest < count:
@@ -153,7 +153,7 @@ def _shares_by_shape(
     """Yield `_shares` with one shape in each batch, as if all samples were one global batch."""
     draws = [Draw(sample, sample, sample, 1.0) for sample in range(count)]
     batches = groups.micro_batches(draws, shard)
-    # Those of this process: the batches of the others have other sizes.
+    # Samples of this process alone: the batches of the others have other sizes.
     own = sum(len(batch) for batch, _ in batches)
     with Progress("evaluation", own, enabled=shard.rank == 0) as progress:
         for batch, _ in batches:

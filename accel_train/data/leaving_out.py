@@ -1,8 +1,8 @@
-"""An order of samples in which some are left out wherever they come.
+"""Order of samples that leaves some of them out wherever they occur.
 
 Positions, occurrences, weights and noise of all others stay as they are, so two runs differ by these samples alone. In
-place of one that is left out, another sample of the same step is read with weight 0: the loss of the sample itself, if
-not finite, would stay so at any weight.
+place of one that is left out, another sample of the same step is read with weight 0, because a loss of the sample
+itself that is not finite would stay so at any weight.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class WithoutSamples:
         micro_batches = self.order.micro_batches(step, rank, world_size, micro_batch_size)
         if not any(draw.sample in self.samples for draws in micro_batches for draw in draws):
             return micro_batches
-        # Of the whole step, so that every process reads the same in a place, whatever its share.
+        # Taken from the whole step, so that a position gets the same sample however the step is shared out.
         remaining = self._remaining(self.order.draws(step))
         return [self._replaced(draws, remaining) for draws in micro_batches]
 
     def is_empty(self, step: int) -> bool:
         """Return True if no sample of a step has a weight."""
-        # Mostly the first one has, and the whole batch takes long to draw.
+        # Usually the first sample has a weight, and the whole batch takes long to draw.
         (first,) = self.order.micro_batches(step, 0, self.batch_size(step), 1)
         if any(draw.weight and draw.sample not in self.samples for draw in first):
             return False
@@ -75,7 +75,7 @@ class WithoutSamples:
         for draw in draws:
             if draw.sample in self.samples:
                 draw = draw._replace(weight=0.0)
-                # Without any, the step moves nothing, whatever is read.
+                # If none remains, the step does not move the weights, whatever is read.
                 if remaining:
                     draw = draw._replace(sample=remaining[draw.position % len(remaining)])
             replaced.append(draw)
@@ -83,7 +83,7 @@ class WithoutSamples:
 
 
 def without_samples(order: Sampler, samples: Sequence[int]) -> Sampler:
-    """Return the order without ``samples``, or itself for none. Raises ``UsageError`` for unknown ones."""
+    """Return the order without ``samples``, or ``order`` itself for none. Raises ``UsageError`` for unknown ones."""
     if not samples:
         return order
     size = order.dataset_size

@@ -95,7 +95,7 @@ def iterate_steps(
     Global generators are seeded by (seed, occurrence) around `dataset[i]`. A `BatchDataset` reads whole micro-batches
     instead. Every rank calls it with its own `shard`. No collectives.
     """
-    # Everything is checked here, before the first step is asked for: the generators below start late.
+    # Everything is checked here, before the first step is requested: the generators below start late.
     refuse_other_than_map_style(dataset)
     refuse_other_data(sampler, len(dataset))
     refuse_small_batches(sampler, shard.world_size, shard.micro_batch_size)
@@ -115,7 +115,7 @@ def iterate_steps(
 def _resolve_micro_batches(
     dataset: MapDataset, sampler: Sampler, shard: BatchShard, config: LoaderConfig
 ) -> Buckets | ShapeGroups | None:
-    """Return how a global batch is divided by length or shape. None: by the order of positions."""
+    """Return the grouping of a global batch by length or shape. None to divide it by position."""
     groups = shape_groups(dataset, sampler.dataset_size)
     if config.bucket_by_length:
         buckets, choice = resolve_buckets(dataset, sampler, shard, config.bucket_shapes)
@@ -134,14 +134,14 @@ def _read_steps(
     """Yield steps in host memory."""
     with contextlib.closing(Workers(reader, plan.requests(), settings)) as workers:
         for step in range(plan.start_step, plan.max_steps):
-            # With workers that keep up this is next to nothing, and without any it is the whole time of reading.
+            # Next to nothing with workers that keep up, and the whole reading time without workers.
             started = time.perf_counter()
             batches = [workers.read() for _ in range(plan.accumulation(step))]
             yield StepBatches(step, batches, time.perf_counter() - started)
 
 
 def _copy(steps: Generator[StepBatches, None, None], device: torch.device) -> Generator[StepBatches, None, None]:
-    # A loop that ends early must end the workers too, and not when Python finds the time.
+    # A loop that ends early must also end the workers, at once and not when Python collects the generator.
     with contextlib.closing(steps):
         for host in steps:
             batches = [_to_device(batch, device) for batch in host.micro_batches]
@@ -163,7 +163,7 @@ def _copy_ahead(steps: Generator[StepBatches, None, None], device: torch.device)
             wait_seconds += host.data_wait_seconds
             following = _start_copy(host, stream, device)
             if ahead is not None:
-                # The step after it is on its way by now.
+                # The copy of the step after it has begun by now.
                 yield _await_copy(*ahead, device, wait_seconds)
                 wait_seconds = 0.0
             ahead = following
@@ -177,7 +177,7 @@ def _start_copy(
     with torch.cuda.stream(stream):
         batches = [_to_device(batch, device, non_blocking=True) for batch in host.micro_batches]
         copied = torch.cuda.Event()
-        # Recorded behind the copies: whoever waits for it waits for all of them.
+        # Recorded after the copies: whoever waits for it waits for all of them.
         copied.record(stream)
     return StepBatches(host.step, batches, 0.0), copied
 

@@ -1,4 +1,4 @@
-"""Options of the samples of a step and of reading them, and what `auto` is on this machine."""
+"""Options for the samples of a step and for reading them, and the meaning of `auto` on this machine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BatchScheduleConfig:
     """Samples per optimizer step that change in the course of a run: after given steps, or by the measured noise."""
 
     steps: tuple[PositiveInt, ...] = ()
-    """Optimizer steps after which the number of samples changes, ascending. Empty: global_batch_size all along."""
+    """Optimizer steps after which the number of samples changes, ascending. Empty: global_batch_size throughout."""
     sizes: tuple[PositiveInt, ...] = ()
-    """Samples per optimizer step over all processes after each of `steps`, where it was global_batch_size before."""
+    """Samples per optimizer step over all processes, after each of `steps`. Before the first: global_batch_size."""
     learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
     """Factor of the learning rate where a step has n times global_batch_size samples. constant: 1. linear: n. sqrt: the
     square root of n."""
@@ -47,7 +47,7 @@ class BatchScheduleConfig:
     size. Replaces `steps` and `sizes`; adamw or adamw_offload only. At high learning rates the estimate is too large,
     or missing, and then the batch does not grow. 0: off."""
     noise_steps: PositiveInt = 500
-    """Optimizer steps of a window. At its end the samples double or stay, by the mean of its observations."""
+    """Optimizer steps of a window. At its end the batch doubles or stays, as the mean of its observations decides."""
     noise_every: PositiveInt = 10
     """Optimizer steps between two observations, each of which reads the running mean of the gradient once. Divides
     `noise_steps`."""
@@ -128,7 +128,7 @@ class BatchScheduleConfig:
             )
 
     def grown(self, stages: Sequence[tuple[int, int]]) -> BatchScheduleConfig:
-        """Return the schedule with these changes, pairs of a step and the size after it, in place of measurements."""
+        """Return the schedule with these changes, as (step, size after it), in place of measurements."""
         if not stages:
             return self
         steps, sizes = zip(*stages, strict=True)
@@ -137,7 +137,7 @@ class BatchScheduleConfig:
     def next_size(self, size: int) -> int:
         """Return the samples of a step after ``size``, if the noise asks for more. Never fewer than ``size``."""
         assert self.max_size is not None, "_check_noise requires it"
-        # A resume may have come with a smaller maximum than the size that was reached.
+        # A resume may have set a maximum below the size that was reached.
         return max(size, min(2 * size, self.max_size))
 
     def size(self, first: int, step: int) -> int:
@@ -157,12 +157,12 @@ class BatchScheduleConfig:
         return total
 
     def steps_for_epochs(self, first: int, epochs: float, dataset_size: int) -> int:
-        """Return the number of steps that take at least so many passes over the data."""
-        # By the digits as they were written: in floats, 1.1 times 50,000 is more than 55,000.
+        """Return the number of steps that take at least ``epochs`` passes over the data."""
+        # From the decimal digits as written: in floats, 1.1 times 50,000 is more than 55,000.
         return self.steps_for(first, Fraction(str(epochs)) * dataset_size)
 
     def steps_for(self, first: int, samples: float | Fraction) -> int:
-        """Return the number of steps that take at least so many samples."""
+        """Return the number of steps that take at least ``samples`` samples."""
         left = samples
         for start, end, size in self._parts(first):
             if left <= (end - start) * size:
@@ -191,7 +191,7 @@ class BatchScheduleConfig:
         return lines
 
     def _parts(self, first: int) -> Iterator[tuple[int, float, int]]:
-        """Yield the first step of each part, the step behind its last, and its samples per step."""
+        """Yield the first step of each part, the step after its last, and its samples per step."""
         starts = (0, *self.steps)
         ends = (*self.steps, math.inf)
         yield from zip(starts, ends, (first, *self.sizes), strict=True)
@@ -225,8 +225,8 @@ class LoaderConfig:
     than the longest allowed."""
 
     bucket_shapes: PositiveInt | None = None
-    """Maximum number of padded lengths, chosen once from the data. Compilation, cuDNN and the caching allocator pay
-    for each. None: 4. Needs bucket_by_length."""
+    """Maximum number of padded lengths, chosen once from the data. Each costs compilation, cuDNN tuning or allocator
+    memory. None: 4. Needs bucket_by_length."""
 
     def __post_init__(self) -> None:
         if self.num_workers == 0:
@@ -236,7 +236,7 @@ class LoaderConfig:
             refuse_without_effect(self, "loader", ["bucket_shapes"], because, "give --loader.bucket_by_length")
 
     def refuse_worker_options(self, because: str) -> None:
-        """Raise ``WithoutEffectError`` for options of workers, where there are none."""
+        """Raise ``WithoutEffectError`` for options of workers if there are no workers."""
         names = ("prefetch_factor", "timeout_seconds")
         refuse_without_effect(self, "loader", names, because, "give --loader.num_workers 1 or more")
 
@@ -252,7 +252,7 @@ class LoaderSettings(NamedTuple):
 
 
 def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings:
-    """Resolve `auto` to numbers, with the reason. Refuses settings this device cannot obey. Call it early."""
+    """Resolve `auto` to numbers, with the reason. Refuses settings that this device does not support. Call it early."""
     if config.pin_memory is True and device.type != "cuda":
         raise UsageError(
             f"loader.pin_memory: True: page-locked memory serves copies to a CUDA device, but this run is on "
@@ -288,7 +288,7 @@ def _auto_workers(device: torch.device) -> tuple[int, str]:
 
 
 def refuse_too_many(option: str, workers: int, processes: int = 1) -> None:
-    """Raise ``UsageError`` for more workers than this host has use for. ``processes`` of it start as many each."""
+    """Raise ``UsageError`` for more workers than this host can use. Each of its ``processes`` starts ``workers``."""
     cores, _ = usable_cores()
     total = workers * processes
     limit = max(16, MAX_WORKERS_PER_CORE * cores)

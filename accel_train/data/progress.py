@@ -45,7 +45,7 @@ class Progress:
         now = time.monotonic()
         if self._first is None:
             self._first = (now, self.done)
-        # Where a bar would be written to a file, each of its redraws would be a line.
+        # In a file, each redraw of a bar would be a line.
         if self.enabled and now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
             try:
@@ -55,9 +55,9 @@ class Progress:
                 self.enabled = False
 
     def _estimate(self, now: float) -> str:
-        """Return samples per second and the time left. Empty until there is enough to go by."""
+        """Return samples per second and the time left. Empty until there is enough to estimate from."""
         assert self._first is not None, "update sets it"
-        # Since the first samples, which wait for workers to start and files to be opened.
+        # Measured from the first samples on, which wait for workers to start and files to be opened.
         began, before = self._first
         if self.done == before or now - began < max(SECONDS_BETWEEN_LINES, 1e-9):
             return ""

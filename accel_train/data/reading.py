@@ -29,7 +29,7 @@ ADDED_FIELDS = ("sample", "occurrence", "position", "weight")
 IDLE = -1
 WHOLE_BATCH = -2
 SHARED_MEMORY = "/dev/shm"
-"""Where workers put micro-batches for the training process."""
+"""Directory in which workers put micro-batches for the training process."""
 MIB = 2**20
 
 
@@ -38,7 +38,7 @@ class LoadingError(RuntimeError):
 
 
 def advice_on_memory(error: Exception) -> str:
-    """Return what to add to the error of a worker that found no room for a micro-batch. Empty for other errors."""
+    """Return advice to add to the error of a worker without room for a micro-batch. Empty for other errors."""
     if "shared memory" not in str(error):
         return ""
     room = shutil.disk_usage(SHARED_MEMORY)
@@ -139,7 +139,7 @@ class Reader:
 
 
 def _reads_batches(dataset: MapDataset) -> TypeGuard[BatchDataset]:
-    """Check that `batch` is defined as late as `__getitem__` in the class hierarchy.
+    """Return True if `batch` is defined in the class that defines `__getitem__`, or in a subclass of it.
 
     A class that inherits `batch` and overrides `__getitem__` must be read by the latter.
     """

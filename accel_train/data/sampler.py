@@ -1,9 +1,9 @@
 """Order of samples: a function of (seed, step), independent of the machine.
 
-Sample i of step s has position p = s * global_batch_size + i in one endless order, unless a schedule of batch sizes
-says otherwise. Its epoch is p // N. Its index is a permutation of range(N) keyed by (seed, epoch), evaluated on demand.
-Batches span epochs, so nothing is dropped. To resume, continue at the next step. Rows of data larger than memory come
-in the order of `data.block_order` instead.
+Sample i of step s has position p = s * global_batch_size + i in one endless order, unless a schedule changes the batch
+size. Its epoch is p // N. Its index is a permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches
+span epochs, so nothing is dropped. To resume, continue at the next step. Rows of data larger than memory come in the
+order of `data.block_order` instead.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class BatchShard(NamedTuple):
 
 
 class EvenSetting(NamedTuple):
-    """Sizes dividing without remainder: global = world_size * micro * accumulation."""
+    """Sizes that divide without remainder: global = world_size * micro * accumulation."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -115,7 +115,7 @@ class StepSampler:
     blocks: RowOrder | None = None
     """Shuffle blocks, and rows within windows of blocks. None: shuffle all rows among each other."""
     schedule: BatchScheduleConfig = ONE_BATCH_SIZE
-    """Other numbers of samples per step than `global_batch_size`, from some step on."""
+    """Numbers of samples per step that replace `global_batch_size` from given steps on."""
     more: str = "use more data"
     """How to get more samples, as the end of an error message."""
 
@@ -141,7 +141,7 @@ class StepSampler:
         self.refuse_small_data()
 
     def refuse_small_data(self) -> None:
-        """Raise `UsageError` for fewer samples than a global batch. A simulation does without this."""
+        """Raise `UsageError` for fewer samples than a global batch. A simulation skips this check."""
         size = self.dataset_size
         if self.global_batch_size > size:
             raise UsageError(
@@ -225,7 +225,7 @@ def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[in
 
 
 def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
-    """Return the order with the batch sizes of `schedule`. Refuses an order that cannot take them."""
+    """Return the order with the batch sizes of `schedule`. Refuses an order that does not support them."""
     if not schedule.steps and not schedule.measures:
         return order
     if not isinstance(order, StepSampler):
@@ -240,7 +240,8 @@ def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
 
 
 def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
-    """Forwards per process and optimizer step. Refuses a global batch that leaves a process without a sample."""
+    """Return the forwards per process and optimizer step. Refuses a global batch that leaves a process without a
+    sample."""
     if global_batch_size < world_size:
         raise UsageError(
             f"global_batch_size: {global_batch_size} is smaller than the {world_size} processes, so some would have "
@@ -248,12 +249,12 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
         )
     if micro_batch_size < 1:
         raise UsageError(f"micro_batch_size: {micro_batch_size} must be at least 1; raise it")
-    # By the longest share: a forward of a sharded model is a collective, so all ranks must make equally many.
+    # Counted for the longest share: a forward of a sharded model is a collective, so all ranks must make equally many.
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
 
 
 def refuse_other_data(order: Sampler, size: int) -> None:
-    """Raise `UsageError` for an order of another number of samples than `size`, that of the dataset."""
+    """Raise `UsageError` for an order whose number of samples is not `size`, that of the dataset."""
     if order.dataset_size != size:
         raise UsageError(
             f"order: it is for {order.dataset_size} samples, and the dataset has {size}; pass the length of the "

@@ -1,6 +1,6 @@
 """Habits of models of transformers and diffusers in training: dropout, caches, batch norms, dtypes, recomputation.
 
-Each is respected, switched off, or refused by name, and said once at the start.
+Each is respected, switched off, or refused by name, and reported once at the start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 RATES = ("attention_dropout", "attn_dropout", "activation_dropout", "dropout", "dropout_p", "dropout_prob")
 """Attributes of modules that call torch's dropout themselves, with their rate."""
 HEADS = ("summary", "classifier")
-"""First words of rates in a config that are those of a head, and names of its modules."""
+"""First words of the config rates that belong to a head, and parts of the names of head modules."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -49,7 +49,7 @@ def dropout_warning(model: nn.Module) -> str | None:
         return None
     name, module = drawing[0]
     rates = sorted({rate for part in model.modules() for rate in _rates_in_config(part) if _is_of(model, rate)})
-    # Of a model that was read, with no option that sets them.
+    # A model that was loaded has no option that sets them.
     place = "in its config.json" if getattr(model, "name_or_path", "") else "of its config"
     remedy = f"set {', '.join(rates)} {place} to 0" if rates else "set their rates to 0"
     return (
@@ -73,14 +73,14 @@ def _is_rate(value: object) -> bool:
 
 
 def _rates_in_config(module: nn.Module) -> list[str]:
-    """Rates of dropout above 0 among the options of a config, as transformers and diffusers have them."""
+    """Return the names of dropout rates above 0 in the config of a transformers or diffusers model."""
     config: Any = getattr(module, "config", None)
     values: Any = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     return [name for name, value in values.items() if "drop" in name and _is_rate(value)]
 
 
 def _is_of(model: nn.Module, rate: str) -> bool:
-    """Return False for the rate of a head that the model does not have: a config is that of all models of its kind."""
+    """Return False for the rate of a head that the model does not have: a config serves all models of its kind."""
     head, _, _ = rate.partition("_")
     return head not in HEADS or any(head in name for name, _ in model.named_modules())
 

@@ -21,9 +21,9 @@ class ActivationCheckpointingConfig:
     """Blocks that are checkpointed, the first ones: as many as it takes to fit, since each costs time. None: all."""
     offload: bool = False
     """Keep what mode full stores, the inputs of each block but the last two, in pinned host memory between forward and
-    backward, copied beside the computation. For many blocks or long sequences on a GPU. Changes no result. Each process
-    needs as much host memory, tensors rounded up to 2 MiB. Refused on a CPU, in other modes and with compile.mode on.
-    Its speed: not yet measured here."""
+    backward, copied alongside the computation. For many blocks or long sequences on a GPU. Changes no result. Each
+    process needs as much host memory, tensors rounded up to 2 MiB. Refused on a CPU, in other modes and with
+    compile.mode on. Its speed: not yet measured here."""
 
     def __post_init__(self) -> None:
         with_mode = f"with activation_checkpointing.mode: {self.mode}"
@@ -53,7 +53,7 @@ class CompileConfig:
 
     mode: Literal["off", "auto", "on"] = "off"
     """on: compile, or stop with the cause. auto: compile on a GPU where that works, else run uncompiled and say why.
-    Most useful where launches and elementwise work dominate a step, as of small models on a GPU, least where matrix
+    Most useful where launches and elementwise work dominate a step, as with small models on a GPU, least where matrix
     products do. Measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
     optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
     """torch's mode. max-autotune-no-cudagraphs tries several kernels on a GPU and compiles longer.
@@ -75,4 +75,4 @@ Float8 = Literal["none", "tensorwise", "rowwise"]
 """torchao's names of its recipes, or none."""
 
 OutOfMemory = Literal["halve", "stop"]
-"""What a training step that does not fit leads to."""
+"""Reaction to a training step that does not fit into memory."""

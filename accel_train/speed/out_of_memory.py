@@ -1,8 +1,8 @@
 """Out of memory: the smaller micro-batch size to continue a run with.
 
 The gradient does not depend on the micro-batch (``training/accumulation.py``), so half of it gives the same samples,
-noise and learning rate in half the activations. A process cannot go on where it ran out: the step is half done, the
-other processes wait for it in a reduction, and the allocator's memory is in pieces. So the size is recorded in the run
+noise and learning rate in half the activations. A process cannot continue where it ran out: the step is half done, the
+other processes wait for it in a reduction, and the allocator's memory is fragmented. So the size is recorded in the run
 directory, and the next start continues from the newest checkpoint with it.
 """
 
@@ -19,7 +19,7 @@ from accel_train.store import atomic_files, strict_json
 from accel_train.store.names import MICRO_BATCH_FILE
 
 Part = Literal["step", "evaluation", "save"]
-"""What a training loop is doing. Only a step becomes smaller with its micro-batch."""
+"""Part of the training loop. Only a step needs less memory with a smaller micro-batch."""
 MAX_BYTES = 1 << 16
 UNTYPED = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -30,7 +30,7 @@ UNTYPED = (
     "CUDA error: out of memory",
     "'out of memory'",
 )
-"""In a ``RuntimeError`` of torch: errors of memory without a type of their own."""
+"""Texts of memory errors for which torch has no type but ``RuntimeError``."""
 OTHER_MEANS = (
     "--activation_checkpointing.mode full, --optimizer.name adamw_offload, or a launch file that shards "
     "(docs/machines.md, When memory runs out)"
@@ -38,14 +38,14 @@ OTHER_MEANS = (
 
 
 class SmallerMicroBatch(NamedTuple):
-    """Micro-batch size asked for, and the one in use."""
+    """Requested micro-batch size, and the one in use."""
 
     asked: int
     used: int
     step: int
     """The last step that ran out of memory."""
     tries: int
-    """How often it was doubled again so far."""
+    """Number of times that it was doubled again so far."""
     since: int
     """The step before which this size came into use."""
 
@@ -92,13 +92,13 @@ def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
 
 
 def _read(directory: Path, asked: int) -> SmallerMicroBatch | None:
-    """Return the record also where the size asked for is in use again."""
+    """Return the record even if the requested size is in use again."""
     try:
         found = strict_json.read_object(directory / MICRO_BATCH_FILE, MAX_BYTES)
         record = SmallerMicroBatch(*(int(found[name]) for name in SmallerMicroBatch._fields))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # Somebody who asks for another size has seen the record, and is obeyed.
+    # A user who requests another size has seen the record, so it no longer applies.
     if record.asked != asked or not 1 <= record.used <= asked:
         return None
     return record
@@ -114,15 +114,15 @@ def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMic
 
 
 def is_time_to_double(record: SmallerMicroBatch, regrow_after: int, done: int) -> bool:
-    """Return True if so many steps were done with the micro-batch in use.
+    """Return True if enough steps were done with the micro-batch in use to try twice its size.
 
-    Twice as many after each try, so that a run whose memory never suffices does not start again for ever.
+    ``regrow_after`` doubles with each try, so that a run whose memory never suffices does not restart forever.
     """
     return done - record.since >= regrow_after << record.tries
 
 
 def record_double(directory: Path, record: SmallerMicroBatch, done: int) -> None:
-    """Record twice the micro-batch in use, at most the one asked for, for the next start. Main process.
+    """Record twice the micro-batch in use, at most the requested one, for the next start. Main process.
 
     Raises ``OSError``.
     """

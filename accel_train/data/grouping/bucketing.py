@@ -62,7 +62,7 @@ class Buckets(NamedTuple):
         for start, stop in itertools.pairwise(bounds):
             # Dealt in turn: each process gets long and short ones of the slice alike.
             own = ordered[start:stop][shard.rank :: world_size]
-            # Of all processes, not only this one.
+            # The longest of all processes, not only of this one.
             longest = self.length(ordered[start].sample)
             micro_batches.append((own, self.padded(longest)))
         return micro_batches
@@ -84,7 +84,7 @@ def resolve_buckets(
             f"loader.bucket_by_length=True: {type(dataset).__name__} does not know the lengths of its samples. Give it "
             "the methods length(index) and trim(batch, length), or set bucket_by_length to False."
         )
-    # Of the whole dataset: a longer sample than any shape would have no place to go.
+    # Over the whole dataset: a sample longer than every shape would not fit anywhere.
     longest = max(map(dataset.length, range(sampler.dataset_size)))
     counts = _count_lengths(dataset.length, longest, sampler, shard)
     chosen = choose_shapes(counts, shapes or DEFAULT_SHAPES)

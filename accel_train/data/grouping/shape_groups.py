@@ -77,9 +77,9 @@ def _cut(group: list[Draw], count: int) -> list[list[Draw]]:
 
 
 def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], places: int) -> list[int]:
-    """Return the number of pieces of each group: at least `parts`, at most `sizes`, and `places` in all if there are.
+    """Return the number of pieces of each group: at least `parts`, at most `sizes`, and `places` in all if possible.
 
-    Each further piece goes to the group with the most costly one.
+    Each further piece goes to the group whose largest piece costs most.
     """
     found = list(parts)
     waiting: list[tuple[int, int]] = []
@@ -89,7 +89,7 @@ def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], pl
         if found[group] >= sizes[group]:
             return
         largest_piece = math.ceil(sizes[group] / found[group])
-        # heapq has the smallest first, and the most costly piece is wanted.
+        # heapq pops the smallest first, so the cost is negated.
         heapq.heappush(waiting, (-costs[group] * largest_piece, group))
 
     for group in range(len(found)):
@@ -130,8 +130,8 @@ class GroupOrder:
     """Keyed order of an epoch with samples of one shape in groups, for `StepSampler.blocks`.
 
     Each epoch has every sample once. The samples of each shape are permuted and cut into groups, and the groups are
-    permuted. What is left of each shape, fewer than a group, comes at the beginning and at the end of the epoch: as
-    many at the beginning as let groups begin at multiples of their size in the endless order of all epochs.
+    permuted. The rest of each shape, fewer than a group, goes to the beginning and the end of the epoch. The number at
+    the beginning makes groups start at multiples of their size in the endless order of all epochs.
     """
 
     shapes: Sequence[Shape]
@@ -139,7 +139,7 @@ class GroupOrder:
     group: int
     """Samples of one shape drawn one after another. 1 mixes all samples."""
     numbers: Ints = field(init=False, repr=False)
-    """Number of the shape of each sample."""
+    """Index of each sample's shape."""
 
     def __post_init__(self) -> None:
         if self.group < 1:
@@ -154,7 +154,7 @@ class GroupOrder:
         return len(self.shapes)
 
     def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
-        """Return the samples at places `offset` and on of an epoch: `count`, or fewer at its end."""
+        """Return the samples of an epoch from place `offset` on: `count`, or fewer at its end."""
         return _epoch(self, seed, epoch)[offset : offset + count].tolist()
 
 
@@ -164,7 +164,7 @@ def _epoch(order: GroupOrder, seed: int, epoch: int) -> Ints:
     size = len(order)
     samples = torch.arange(size, device="cpu")
     permuted = rng.permute(samples, size, rng.key(seed, "order", epoch)).numpy()
-    # Stable: within its shape each sample keeps its place of the permutation.
+    # Stable: samples of a shape stay in the order of the permutation.
     by_shape = permuted[np.argsort(order.numbers[permuted], kind="stable")]
     counts = np.bincount(order.numbers)
     counts = counts[counts > 0]

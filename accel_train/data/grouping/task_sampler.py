@@ -41,7 +41,7 @@ class TaskSampler:
         object.__setattr__(self, "_samplers", samplers)  # the dataclass is frozen
 
     def refuse_small_data(self) -> None:
-        """Raise `UsageError` for a task of fewer samples than a global batch. A simulation does without this."""
+        """Raise `UsageError` for a task of fewer samples than a global batch. A simulation skips this check."""
         for task, size in enumerate(self.sizes):
             if size < self.global_batch_size:
                 raise UsageError(

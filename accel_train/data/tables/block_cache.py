@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class BlockCache(Generic[T]):
-    """Values of at most `limit_bytes` in all. The last one is kept whatever its size. Empty after unpickling."""
+    """Values of at most `limit_bytes` in total. The newest is kept whatever its size. Empty after unpickling."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -18,7 +18,7 @@ class BlockCache(Generic[T]):
         self._values: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[BlockCache[T]], tuple[int]]:
-        # A worker reads for itself. Its share of the blocks would be copied for nothing.
+        # A worker reads for itself, so a copy of the blocks would be of no use to it.
         return BlockCache, (self.limit_bytes,)
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ block once per epoch. What is random within what:
 
     blocks          any block may come anywhere in an epoch, with any others in its window
     rows            any row of a window may come anywhere in the window
-    not random      two rows of one block are always in one window, so at most its rows apart
+    not random      two rows of one block are always in one window, so never further apart than its rows
 
 All permutations are keyed by (seed, epoch) and evaluated on demand: any position is found without those before it.
 """
@@ -55,10 +55,10 @@ class BlockOrder:
     def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
         """Return the rows of an epoch from place `offset` on: at least 1, at most `count`.
 
-        They end with the window, or earlier. Ask again for those behind.
+        They end with the window, or earlier. Call it again for the rows after them.
         """
         layout = _layout(self, seed, epoch)
-        # To the right, past windows without rows.
+        # side="right" skips windows without rows.
         window = int(np.searchsorted(layout.ends, offset, side="right"))
         first = int(layout.ends[window - 1]) if window else 0
         chunk, within = divmod(offset - first, CHUNK)
@@ -66,7 +66,7 @@ class BlockOrder:
 
 
 class _Layout(NamedTuple):
-    """One epoch."""
+    """Order of the blocks in one epoch."""
 
     blocks: Ints
     """Blocks in the order of the epoch."""

@@ -30,7 +30,7 @@ ENCODED = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-comp
 
 
 class Block(NamedTuple):
-    """Rows read at once."""
+    """Rows that are read together."""
 
     file: int
     """Index of the shard."""
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 def index_file(option: str, file: Path, kind: str) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """Return the types of the columns, and `Block` of each block without the index of the file."""
+    """Return the types of the columns, and for each block the fields of `Block` after `file`."""
     # Text is cut at the ends of lines, as JSONL is.
     index = {"parquet": _index_parquet, "arrow": _index_arrow, "jsonl": _index_jsonl, "text": _index_jsonl}[kind]
     try:
@@ -72,7 +72,7 @@ def _index_parquet(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
 
 
 def _index_arrow(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """Index an Arrow file, or a stream as `datasets` writes. Reads the metadata of a stream alone."""
+    """Index an Arrow file, or a stream as `datasets` writes. Reads only the metadata of a stream."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
@@ -143,7 +143,7 @@ def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_schema(file: Path, kind: str) -> Any:
-    """Read the Arrow schema of a file of parquet or Arrow."""
+    """Read the Arrow schema of a parquet or Arrow file."""
     import pyarrow.parquet
 
     if kind == "parquet":
@@ -182,15 +182,15 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
 
 
 def mentions(file: Path, column: str) -> bool:
-    """Return True if a row of JSONL may have the field ``column``. Reads up to the first place of its name."""
-    # JSON has several spellings of other names.
+    """Return True if a row of JSONL may have the field ``column``. Reads up to the first occurrence of its name."""
+    # Other names have several spellings in JSON.
     if not (column.isascii() and column.isidentifier()):
         return True
     name = f'"{column}"'.encode()
     before = b""
     with file.open("rb") as content:
         while piece := content.read(PIECE_BYTES):
-            # What is no UTF-8 has names of other bytes.
+            # In a file that is not UTF-8, names have other bytes.
             if name in before + piece or (not before and piece[:2] in ENCODED):
                 return True
             before = piece[-len(name) :]
@@ -202,7 +202,7 @@ def csv_columns(file: Path) -> list[str] | None:
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             return next(csv.reader(lines), [])
-    except (ValueError, csv.Error):  # its reader says what is wrong
+    except (ValueError, csv.Error):  # reading it reports what is wrong
         return None
 
 
@@ -213,7 +213,7 @@ def identity_of(file: Path) -> tuple[int, int]:
 
 
 def refuse_changed(option: str, file: Path, identity: tuple[int, int]) -> None:
-    """Raise ``UsageError`` for a file that is gone, or whose ``identity_of`` is another than when it was listed."""
+    """Raise ``UsageError`` for a file that is gone, or whose ``identity_of`` has changed since it was listed."""
     try:
         changed = identity_of(file) != identity
     except FileNotFoundError:

@@ -47,7 +47,8 @@ def is_hub_id(path: str, endings: tuple[str, ...]) -> bool:
 def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted: str = "a file") -> Any:
     """Load a dataset of the Hub from its data files only, and log the commit that was read.
 
-    ``wanted`` names what may be given instead. Raises ``UsageError``, which begins with the path: most are misspelt.
+    ``wanted`` names what may be given instead. Raises ``UsageError`` that begins with the path, because most such paths
+    are misspelt.
     """
     import datasets
 
@@ -59,10 +60,10 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
         logger.info("%s %s: no such file or folder here, so the Hub is asked for a dataset of this name", option, path)
     try:
         commit = _commit_of_revision(name, revision)
-        # In memory it would not tell its commit.
+        # A dataset in memory would not reveal its commit.
         loaded: Any = datasets.load_dataset(name, configuration, split=split, revision=commit, keep_in_memory=False)
         last = commit_of(loaded)
-        # Without a network `datasets` takes what it has read last, whatever was asked for.
+        # Without a network, `datasets` takes the commit that it has read last, whatever was requested.
         if commit is not None and last != commit:
             loaded = _cached(name, loaded.info, commit, split)
     except Exception as error:
@@ -87,7 +88,7 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
 
 
 def _cached(name: str, last: Any, commit: str, split: str) -> Any:
-    """Return a commit from the cache of `datasets`, beside the ``last`` one it has read. None: it is not there."""
+    """Return another commit than the ``last`` one read from the cache of `datasets`. None if it is not cached."""
     from datasets.packaged_modules.cache.cache import Cache
 
     cache: Any = Cache
@@ -104,14 +105,14 @@ def _cached(name: str, last: Any, commit: str, split: str) -> Any:
 def commit_of(dataset: Any) -> str | None:
     """Return the commit of the Hub that a loaded dataset was read from. None for others, such as one in memory."""
     files = getattr(dataset, "cache_files", None) or []
-    # `datasets` names the folder of what it has prepared after the commit.
+    # `datasets` names the folder of a prepared dataset after its commit.
     names = {Path(entry["filename"]).parent.name for entry in files}
     found = names.pop() if len(names) == 1 else ""
     return found if COMMIT.fullmatch(found) else None
 
 
 def _commit_of_revision(name: str, revision: str | None) -> str | None:
-    """Ask the Hub for the commit of a branch or tag. None: the newest, which `datasets` asks for by itself."""
+    """Ask the Hub for the commit of a branch or tag. None: the newest, which `datasets` looks up itself."""
     if revision is None or COMMIT.fullmatch(revision):
         return revision
     from datasets import config

@@ -1,4 +1,4 @@
-"""Rows of JSONL: one object a line, with each key once."""
+"""Rows of JSONL: one object per line, with each key once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_row(line: str) -> dict[str, Any] | str:
-    """Return the object of a line with all its keys once, at every depth, or its fault."""
+    """Return the object of a line, or its fault. A key that occurs twice, at any depth, is a fault."""
     try:
         row = parse_json(line)
     except RepeatedKeyError as error:

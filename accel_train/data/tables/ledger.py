@@ -1,4 +1,4 @@
-"""History of the data of a run: their contents now, and what was seen from which step. Each checkpoint has it.
+"""History of a run's data: the contents now, and the contents seen from each step on. Saved in each checkpoint.
 
 The order of samples is a function of (seed, step) and of the number of samples, so a span of steps and the contents at
 the time determine every sample drawn.
@@ -39,7 +39,7 @@ class DataHistory:
     """sha256 of everything that decides the samples."""
     samples: int
     ledger: Ledger = ()
-    """What the checkpoint tells. Empty for a new run. If data must not change, it begins and ends with `contents`."""
+    """Ledger of the checkpoint. Empty for a new run. If data must not change, it begins and ends with `contents`."""
 
     @property
     def fingerprint(self) -> str:
@@ -75,9 +75,9 @@ def earlier_ledger(changed: Changed, earlier: Path | None) -> Ledger:
 def unchanged_ledger(contents: str, earlier: Path) -> Ledger:
     """Read the ledger in the assets of a checkpoint that is resumed with `contents`, where data must not change.
 
-    Empty if it cannot be read (a loop of one's own may write none), or if the run began with other data: those of
-    `contents` then begin it, as they do its fingerprint. Raises `UsageError` if the run has gone on to other data since
-    it began with `contents`.
+    Empty if it cannot be read (a custom loop may write none), or if the run began with other data. Ledger and
+    fingerprint then begin with `contents`. Raises `UsageError` if the run has moved on to other data since it began
+    with `contents`.
     """
     try:
         ledger = tuple(read_ledger(earlier))

@@ -41,7 +41,7 @@ THREADS = 8
 ROWS_AT_ONCE = 1024
 """Rows turned into Python's objects at a time: of parquet, of Arrow, and of a dataset."""
 VERSIONS = {"csv": "csv-2"}
-"""Versions of formats that once gave other rows. Part of the key, so that rows cached earlier are not read."""
+"""Versions of formats whose rows have changed. Part of the key, so that rows cached earlier are not reused."""
 BLANK_LINE = re.compile(rb"\n\s*\n")
 PlacedRow = tuple[str, Mapping[str, Any] | str]
 """Place, and the fields or the fault of the row."""
@@ -62,7 +62,7 @@ class RowBlocks(Protocol):
 
     @property
     def rows(self) -> Sequence[int]:
-        """Rows of each block, or about as many. Reads the files where the format needs it."""
+        """Number of rows of each block, exact or approximate. Reads the files where the format needs it."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class FileRows:
     """Option naming the files, for messages."""
     files: tuple[Path, ...]
     columns: tuple[str, ...]
-    """Columns to read, of those that a table has. A row of text has its piece in the first one."""
+    """Columns to read, where a table has them. A row of text has its piece in the first one."""
     sample_by: SampleBy
     """Unit of a row in text."""
     identities: tuple[tuple[int, int], ...]
@@ -96,7 +96,7 @@ class FileRows:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Where the rows are. Reads the footers of tables, and all of JSONL and text, once."""
+        """Blocks with the rows. Reads the footers of tables, and all of JSONL and text, once."""
         found: list[Block] = []
         for number, file in enumerate(self.files):
             found += [Block(number, *numbers) for numbers in self._index(file)]
@@ -256,16 +256,16 @@ def _batches(file: Path, kind: str, block: Block, columns: Sequence[str]) -> Ite
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             yield batch.slice(start, ROWS_AT_ONCE)
         return
-    # Checksums are compared where the writer has put them in.
+    # Checksums are compared where the writer has included them.
     with parquet.ParquetFile(file, page_checksum_verification=True) as content:
         stored: Any = content.schema_arrow.names
         wanted = [name for name in columns if name in stored]
-        # Without a column of these, all are read: the message on a row of none of them names what there is.
+        # If it has none of these columns, all are read, so that the message about a row can name them.
         yield from content.iter_batches(ROWS_AT_ONCE, row_groups=[block.number], columns=wanted or None)
 
 
 def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
-    """Yield `Block` without the index of the file: about 8 MiB up to a blank line, or more in a longer paragraph."""
+    """Yield the fields of `Block` after `file`: about 8 MiB up to a blank line, or more in a longer paragraph."""
     start = 0
     first = 1
     held = b""
@@ -273,7 +273,7 @@ def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
         while piece := content.read(BYTES_PER_BLOCK):
             held += piece
             ends = [found.end() for found in BLANK_LINE.finditer(held)]
-            # Not a blank line at the very end, which may go on in what is not read yet.
+            # Not a blank line at the very end, which may continue in the next piece.
             inside = [end for end in ends if end < len(held)]
             if inside:
                 yield (0, len(inside), start, inside[-1], first)
@@ -343,6 +343,6 @@ def dataset_rows(
         for fields in dataset:
             digest.update(repr(fields).encode("utf-8", "surrogatepass"))
     names: list[str] = dataset.column_names
-    # Others may be images or audio, which `datasets` decodes whenever a row is read.
+    # Other columns may be images or audio, which `datasets` decodes whenever a row is read.
     wanted = [column for column in columns if column in names] or names
     return DatasetRows(option, dataset.select_columns(wanted), tuple(names), name, digest.hexdigest())

@@ -17,7 +17,7 @@ SHOWN = 4
 
 
 def listed(source: Path) -> list[Path]:
-    """Return what lies in a folder or matches a glob, or the file itself, in the order of the names."""
+    """Return the contents of a folder, the matches of a glob, or the file itself, sorted by name."""
     # Sorted, because the order of the files is the order of the samples on every machine.
     if source.is_dir():
         return sorted(source.iterdir())
@@ -29,14 +29,15 @@ def listed(source: Path) -> list[Path]:
 def without_run_files(files: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Divide files into data and those that a run has written.
 
-    They are told by their names in a run's directory. Other files there are data, as they were at the first start.
+    Those of a run are recognised by their names in its directory. Other files there are data, as they were at the first
+    start.
     """
     is_run = cache(_is_run)
     kept: list[Path] = []
     own: list[Path] = []
     for file in files:
         is_own = any(_is_own(file.relative_to(folder)) and is_run(folder) for folder in file.parents)
-        # The log of a first start is older than the marks of its run.
+        # The log of a first start exists before the files that mark its directory as a run.
         is_log = file.parent.name == "logs" and file.match("rank_*.log")
         (own if is_own or is_log else kept).append(file)
     return kept, own
@@ -51,7 +52,7 @@ def run_file_notices(files: Iterable[Path]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    # A start that died early has its lock alone.
+    # A start that died early leaves only its lock.
     return (folder / LOCK_FILE).exists() or all((folder / name).exists() for name in (RUN_FILE, CONFIG_FILE))
 
 
