@@ -1,4 +1,4 @@
-"""Rates of a named device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
+"""Rates of a named device: shares of its data sheet, or from a file of ``accel-train calibrate``.
 
 The table has memory bandwidths and links. Peaks of products are in ``speed.device_peaks``.
 """
@@ -19,7 +19,7 @@ from accel_train.wording import did_you_mean
 
 
 class Host(NamedTuple):
-    """The machine around a GPU: a usual one, which is a rule."""
+    """The machine around a GPU. A usual one is assumed by a rule."""
 
     link: str
     link_gbs: float
@@ -80,24 +80,24 @@ DEVICES = {
         "NVIDIA GeForce RTX 5090", 1792, *_PCIE_5, "NVIDIA RTX Blackwell architecture paper", _DESKTOP_5
     ),
 }
-"""By the name for ``--device``."""
+"""Devices by their names for ``--device``."""
 DEFAULT = "h100-sxm"
 """Without ``--device``, candidates are compared by the rates of this one, and no time is printed."""
 FILE = ".json"
 """The ending of a file of ``accel-train calibrate``."""
 COPIES = 4
-"""Without a link of a data sheet, the bandwidth of a copy over this. Each byte is read and written twice: into a buffer
-between the processes, and out of it."""
+"""A link without a data sheet gets the bandwidth of a copy divided by this. Each byte is read and written twice: into a
+buffer between the processes, and out of it."""
 
 
 @dataclass(frozen=True)
 class Rated:
-    """A device with its rates, and how each of them is known."""
+    """A device with its rates, and the origin of each."""
 
     name: str
     rates: Rates
     origins: Mapping[str, str]
-    """With the value, by the names of ``Rates``, and ``host``, ``link`` and ``latency``."""
+    """Texts with value and origin, by the names of ``Rates`` and by ``host``, ``link`` and ``latency``."""
     source: str
     notes: tuple[str, ...] = ()
 
@@ -177,7 +177,7 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
         moved=figures.operators.value * share,
         host_seconds=1 / (figures.host.value * share),
         links=links,
-        # Measured while so many processes step. More of them share the same memory.
+        # Measured while that many processes step. More of them share the same memory.
         on_host=figures.adamw.value * min(1, machine.processes / gpus),
         copied=figures.transfer.value,
         serial=machine.device_type == "cpu",
@@ -201,14 +201,14 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
 
 
 def _share(found: Calibration, processes: int) -> float:
-    """Return the part of the measured rates that each of so many processes of a machine has: on a CPU they compute."""
+    """Return the part of the measured rates that each of ``processes`` of a machine gets. They share a CPU's cores."""
     if found.machine.device_type == "cpu":
         return found.machine.share_of_cores(processes)
     return 1.0
 
 
 def _links(found: Calibration) -> tuple[dict[str, Link], str]:
-    """Return the measured links, or those of the rule for one process, and how they are known."""
+    """Return the measured links, or those of the rule for one process, and their origin."""
     links: dict[str, Link] = {}
     for kind, figure in found.links.by_kind().items():
         if figure.bytes_per_second is not None and figure.latency_seconds is not None:
@@ -225,7 +225,7 @@ def _links(found: Calibration) -> tuple[dict[str, Link], str]:
 
 
 def _shown(by_kind: Mapping[str, str]) -> str:
-    """Return the value of each kind of collective, or the one of all."""
+    """Return the value of each kind of collective, or the one value that all have."""
     values = set(by_kind.values())
     return values.pop() if len(values) == 1 else ", ".join(f"{kind} {value}" for kind, value in by_kind.items())
 
@@ -260,7 +260,7 @@ def find_device(name: str, precision: str) -> tuple[Device, float]:
     device = DEVICES[name_in_table(name)]
     peak = peak_flops(device.torch_name, precision)
     if precision == "fp32":
-        # Products of a run take no TF32: nothing switches it on, and torch has it off.
+        # Products of a run do not use TF32: torch has it off by default, and nothing switches it on.
         peak = fp32_flops(device.torch_name)
     if peak is None:
         raise UsageError(
@@ -271,12 +271,12 @@ def find_device(name: str, precision: str) -> tuple[Device, float]:
 
 
 def name_in_table(name: str) -> str:
-    """Return the name for ``--device`` of a device, also by the name that nvidia-smi shows. Raises ``UsageError``."""
+    """Return the table's name of a device, which may be given as nvidia-smi shows it. Raises ``UsageError``."""
     letters = _letters(name)
     for known, device in DEVICES.items():
         if letters in (_letters(known), _letters(device.torch_name)):
             return known
-    # Forms of the same model. The nearest by its letters alone may be another one, as l40s is of l40 and h200 of h20.
+    # Variants of the same model. The nearest spelling may be another model, such as l40s for l40 or h200 for h20.
     forms = [known for known in DEVICES if letters in _beginnings(known)]
     meant = did_you_mean("".join(forms[:1]))
     if len(forms) > 1:
@@ -289,7 +289,7 @@ def name_in_table(name: str) -> str:
 
 
 def _beginnings(known: str) -> list[str]:
-    """Return the letters of the first words of a name of the table: of a model of several forms."""
+    """Return the first words of a name in the table, joined: names of a model with several variants."""
     words = known.split("-")
     return [_letters("".join(words[:count])) for count in range(1, len(words))]
 

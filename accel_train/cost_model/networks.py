@@ -1,4 +1,4 @@
-"""Links between machines, by name, and what a collective over several machines takes.
+"""Links between machines, by name, and the time of a collective over several machines.
 
 A group within one machine takes the device's own link, as in a plan. Over M machines with m of its processes in each:
 
@@ -26,12 +26,12 @@ from accel_train.wording import did_you_mean, nearest
 
 GPUS_PER_MACHINE = 8
 RING = ("all-gather", "reduce-scatter")
-"""Kinds that take a ring. NCCL has a tree for all-reduces, which it takes where a ring's latency would count."""
+"""Kinds that use a ring. NCCL has a tree for all-reduces, which it uses where a ring's latency would matter."""
 NCCL = "NCCL's own model of its LL128 protocol (src/graph/tuning.cc)"
 
 
 class Network(NamedTuple):
-    """What connects machines."""
+    """Network between machines."""
 
     gbits: float
     """Gb/s of one port, in one direction."""
@@ -48,7 +48,7 @@ class Network(NamedTuple):
     """Latency of a tree's step within a machine: NCCL's for NVLink. For PCIe it has 1.9 us."""
 
     def bytes_per_second(self, gpus: int) -> float:
-        """Return the share of one of a machine's ``gpus`` in its ports, by the data sheet."""
+        """Return each GPU's share of the ports of a machine with ``gpus`` of them, by the data sheet."""
         return self.gbits * 1e9 / 8 / min(self.gpus_per_port or gpus, gpus)
 
 
@@ -65,7 +65,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines with ``gpus`` each, and what connects them."""
+    """Machines with ``gpus`` each, and the network between them."""
 
     gpus: int = GPUS_PER_MACHINE
     name: str | None = None
@@ -101,7 +101,7 @@ class Machines:
         return Link(within.latency_seconds + further, min(within.bytes_per_second, between))
 
     def divisions(self, size: int, stride: int, processes: int) -> set[tuple[int, int]]:
-        """Return of all groups the fewest processes that one has in a machine, and over how many machines it is."""
+        """Return the distinct (fewest processes in one machine, number of machines) over all groups."""
         found: set[tuple[int, int]] = set()
         block = size * stride
         for first in range(0, processes, block):
@@ -120,7 +120,7 @@ class Machines:
             )
 
     def refuse(self, processes: int) -> None:
-        """Raise ``UsageError`` if so many processes do not fill machines, or have no link between them."""
+        """Raise ``UsageError`` if ``processes`` do not fill machines, or have no link between them."""
         if processes <= self.gpus:
             return
         if processes % self.gpus:

@@ -24,13 +24,13 @@ class Link:
     bytes_per_second: float
 
     def seconds(self, calls: int, sent: int) -> float:
-        """Return the time of so many calls that send ``sent`` bytes in all."""
+        """Return the time of ``calls`` that send ``sent`` bytes in total."""
         return calls * self.latency_seconds + sent / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second."""
+    """Rates of a device per second, and its times per kernel and collective."""
 
     products: float
     """FLOPs of matrix products."""
@@ -47,7 +47,7 @@ class Rates:
     copied: float
     """Bytes copied between host memory and the device."""
     serial: bool = False
-    """The host computes as well, as on a CPU: nothing runs beside anything else."""
+    """The host computes as well, as on a CPU: nothing overlaps."""
 
     def device_seconds(self, work: Work) -> float:
         """Return the time of everything but collectives on the device."""
@@ -62,7 +62,7 @@ class Rates:
         return sum(self.links[kind].latency_seconds * calls for kind, (calls, _) in work.by_kind().items())
 
     def communication_seconds(self, work: Work) -> float:
-        """Return the time of all collectives, beside the computation or not."""
+        """Return the time of all collectives, overlapped with computation or not."""
         return sum(self.links[kind].seconds(calls, sent) for kind, (calls, sent) in work.by_kind().items())
 
 

@@ -1,4 +1,4 @@
-"""The file of a calibration: every figure with its unit, spread and how it was measured."""
+"""File of a calibration: every figure with its unit, its spread and the way it was measured."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accel_train.store import atomic_files, strict_json
 
 FORMAT = 3
 NOISY = 0.1
-"""A larger spread is called noise."""
+"""Largest spread that does not count as noise."""
 MAX_BYTES = 1 << 20
 RATES = (".value", ".bytes_per_second")
-"""Endings of the keys that times are divided by."""
+"""Endings of the keys of rates, which must be above 0 because work is divided by them."""
 AGAIN = "measure again with accel-train calibrate"
 
 
@@ -32,21 +32,21 @@ class Figure:
     value: float
     unit: str
     spread: float
-    """Distance of the quartiles of the rounds over their median."""
+    """Interquartile range of the rounds over their median."""
     rounds: int
     how: str
 
 
 @dataclass(frozen=True)
 class LinkFigure:
-    """A fitted link. Without values it was not measured, for which ``how`` has the reason."""
+    """A fitted link. Without values it was not measured, and ``how`` has the reason."""
 
     latency_seconds: float | None
     bytes_per_second: float | None
     residual: float | None
-    """Root of the mean square of the fit's relative errors."""
+    """Root mean square of the fit's relative errors."""
     spread: float | None
-    """The largest one over the sizes."""
+    """Largest spread over the sizes."""
     rounds: int
     how: str
 
@@ -66,7 +66,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where, when and with what was measured."""
+    """Machine, time and setup of the measurement."""
 
     date: str
     """UTC, to the minute."""
@@ -84,16 +84,16 @@ class Machine:
     clock: str
     """Clock behind the figures of one process: ``wall``, or on a CPU with one thread that thread's own, ``thread``."""
     load: float
-    """The system's average of the last minute before."""
+    """Load average of the system over the minute before."""
     cores: int
     """Cores of one machine that this process may use."""
 
     def share_of_cores(self, processes: int) -> float:
-        """Return the part of the time that each thread of so many processes has a core, over that when measured."""
+        """Return the part of the time that each thread of ``processes`` has a core, relative to the measurement."""
         cores = self.cores * self.num_machines
         share = min(1.0, cores / (processes * self.threads))
         if self.clock == "thread":
-            # It stands still while another one has the core.
+            # The thread's clock stands still while another thread has the core.
             return share
         return min(1.0, share / min(1.0, cores / (self.processes * self.threads)))
 
@@ -134,7 +134,7 @@ class Calibration:
 
     @property
     def origin(self) -> str:
-        """How a figure is known, for a report."""
+        """Origin of a figure, for a report."""
         return f"measured by calibrate on {self.machine.date.partition(' ')[0]}"
 
 
@@ -152,7 +152,7 @@ def refuse_other_file(path: Path) -> None:
         tree = strict_json.read_object(path, MAX_BYTES)
     except (ValueError, FileNotFoundError):
         tree = {}
-    # Of any version. Other files have a seal as well, such as the manifest of a checkpoint.
+    # A calibration of any version passes. Other files have a seal as well, such as the manifest of a checkpoint.
     if not {"machine", "figures", "links", strict_json.SEAL} <= tree.keys():
         raise UsageError(
             f"output: {path} exists and was not written by accel-train calibrate; a new name is required. Give another"

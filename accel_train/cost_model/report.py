@@ -1,4 +1,4 @@
-"""The time of a step as text: each part with the work and the rate that it follows from, and how these are known."""
+"""The time of a step as text: each part with the work and the rate that it follows from, and their origins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def time_lines(
 
 
 def source_lines(device: Rated, between: str) -> list[str]:
-    """Describe where the rates are from."""
+    """Describe the origin of the rates."""
     lines = [f"  {device.source}"]
     if between:
         lines.append(f"  {between}")

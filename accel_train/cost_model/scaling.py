@@ -1,4 +1,4 @@
-"""Scaling: efficiency against the smallest number of processes, and up to which number more of them pay.
+"""Scaling: efficiency relative to the smallest number of processes, and the number up to which more of them pay.
 
 Strong scaling, as a run has it: the global batch is part of the experiment, and more processes have smaller shares of
 it. Weak scaling: each process has the same micro-batches, and the global batch grows.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PAYS = 0.5
-"""Least gain in samples per second by doubling the processes, for which they pay. An ideal doubling gains 1."""
+"""Smallest gain in samples per second for which doubling the processes pays. An ideal doubling gains 1."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Scaling:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return where more processes stop paying. Without a ``next`` they did not."""
+        """Return the number of processes up to which more pay. Without ``next``, all compared numbers pay."""
         pays = self.pays_up_to()
         if pays is None:
             return {"kind": self.kind, "pays_up_to": None, "least_gain": PAYS}

@@ -48,7 +48,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Timing:
-    """What ``--device``, ``--link`` and ``--gpus_per_machine`` name."""
+    """Device and machines that ``--device``, ``--link`` and ``--gpus_per_machine`` name."""
 
     device: str
     is_cpu: bool
@@ -67,14 +67,14 @@ class Timing:
 
 
 def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:
-    """Return it. Raises ``UsageError`` for unknown names, or a damaged file of a calibration."""
+    """Return the timing of these flags. Raises ``UsageError`` for unknown names, or a damaged calibration file."""
     if link is not None:
         refuse_several_machines(device, link)
     return Timing(device, is_cpu(device), machines_of(link, gpus_per_machine))
 
 
 def timed(counted: Mapping[str, Any], device: Rated, machines: Machines) -> TimedStep:
-    """Return the time of a step at the rates of ``device``. Raises ``UsageError`` if its parts were not told apart."""
+    """Return the time of a step at the rates of ``device``. Raises ``UsageError`` if work was not counted by part."""
     parts = [Work(**part) for part in counted["work"]]
     if not parts:
         raise UsageError(
@@ -105,7 +105,7 @@ def _links(counted: Mapping[str, Any], rates: Rates, machines: Machines) -> tupl
 
 
 def _mean(rows: Sequence[tuple[Link, int, int]]) -> Link:
-    """Return a link over which calls and bytes of all rows take as long as each row's over its own."""
+    """Return the link over which the calls and bytes of all rows take as long in total as over their own links."""
     first = rows[0][0]
     if all(link == first for link, _, _ in rows):
         return first

@@ -10,9 +10,9 @@ On a CPU host and device are one:
     computation   = device + kernels * host time
     step          = computation + communication
 
-Products come one after the other with the operators between them, so their times add up. Collectives run beside the
-computation of the same part of a step: the last micro-batch, all that is before it, or the optimizer, which has nothing
-beside it. Gathers run beside forward and backward, reductions beside the backward alone:
+Products come one after the other with the operators between them, so their times add up. Collectives overlap with the
+computation of the same part of a step: the last micro-batch, all that is before it, or the optimizer, with which
+nothing overlaps. Gathers overlap with forward and backward, reductions with the backward alone:
 
     not hidden = max(0, communication - computation, reductions - 2/3 computation)
 
@@ -20,7 +20,7 @@ Under DDP and FSDP2 the last micro-batch reduces its gradients, or with ``sync: 
 hidden if DeepSpeed's ``overlap_comm`` is off, as it is in stages 1 and 2 by default.
 
 The last two terms exist under an offload: bytes over the rates of the host link and of host memory. By a rule nothing
-runs beside them.
+overlaps with them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HOST_SECONDS = 20e-6
 """Host time per kernel, for which small kernels wait. A rule between 11 us, measured on an EPYC, and 40 and more on the
 virtual host of an H200."""
 NOT_BESIDE = ("zero1", "zero2")
-"""Beginnings of strategies whose ``overlap_comm`` is off by default."""
+"""Name prefixes of the strategies whose ``overlap_comm`` is off by default."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward in a micro-batch's work: two products for each one of the forward."""
 GATHER = "all-gather"
@@ -65,7 +65,7 @@ class StepTime:
     moved: float
     host: float
     communication: float
-    """All of it, beside the computation or not."""
+    """All of it, overlapped with computation or not."""
     exposed: float
     """The part of it not hidden by the computation."""
     serial: bool = False
@@ -129,7 +129,7 @@ def step_time(
     if overlap_comm is not None:
         overlaps = overlap_comm
     exposed = rates.communication_seconds(total)
-    # Processes on a CPU share its cores with what sends for them.
+    # On a CPU, sending takes time of the cores that compute.
     if overlaps and not rates.serial:
         before = total + (last + end).times(-1)
         exposed = _exposed(before, rates) + _exposed(last, rates) + rates.communication_seconds(end)

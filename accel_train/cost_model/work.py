@@ -37,7 +37,7 @@ class Work:
     """Number of these copies."""
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes sent of all-gathers, of reduce-scatters, and of all else as of all-reduces."""
+        """Return (calls, bytes sent) of all-gathers, of reduce-scatters, and of all others as all-reduces."""
         return {
             "all-gather": (self.gathers, self.gathered),
             "reduce-scatter": (self.scatters, self.scattered),

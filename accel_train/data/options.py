@@ -225,8 +225,8 @@ class LoaderConfig:
     than the longest allowed."""
 
     bucket_shapes: PositiveInt | None = None
-    """Maximum number of padded lengths, chosen once from the data. Each costs compilation, cuDNN tuning or allocator
-    memory. None: 4. Needs bucket_by_length."""
+    """Maximum number of padded lengths, chosen once from the data. Each one has a cost in compilation, cuDNN and the
+    caching allocator. None: 4. Needs bucket_by_length."""
 
     def __post_init__(self) -> None:
         if self.num_workers == 0:

@@ -240,8 +240,7 @@ def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
 
 
 def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
-    """Return the forwards per process and optimizer step. Refuses a global batch that leaves a process without a
-    sample."""
+    """Return the forwards per process and step. Refuses a global batch that leaves a process without a sample."""
     if global_batch_size < world_size:
         raise UsageError(
             f"global_batch_size: {global_batch_size} is smaller than the {world_size} processes, so some would have "

@@ -2,8 +2,8 @@
 
 An entry is a safetensors file with the hash of its content, written by one rename: it is complete or absent. Entries
 lie in a folder named by the hash of `about` (how they were computed), so those of other weights or settings are never
-met. A limit on the size of all folders together is kept by deleting the least recently used entries. Those in use by a
-live run stay: each run holds a locked list of its keys, and the lock ends with its process.
+mixed in. A limit on the size of all folders together is kept by deleting the least recently used entries. Those in use
+by a live run stay: each run holds a locked list of its keys, and the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = "tensors"
 ABOUT = "about.json"
 LEASES = "leases"
 DOUBTED = "damaged"
-"""File in a folder in which an entry was found damaged. The next run reads all entries of it before it starts."""
+"""Marks a folder in which an entry was found damaged. The next run verifies all entries of it before it starts."""
 SUFFIX = ".safetensors"
 
 
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class TensorCache:
-    """Entries computed in one way. `about` tells how, in plain values; `root` holds those of all ways.
+    """Entries computed in one way. `about` describes it in plain values, and `root` holds the entries of all ways.
 
     `cap_bytes` limits the files of all ways together. Can be pickled, for the workers of a loader.
     """
@@ -68,13 +68,13 @@ class TensorCache:
         self.root = root / ROOT
         self.about = dict(about)
         self.cap_bytes = cap_bytes
-        # Sorted, so that the order in which a recipe names the facts makes no other folder.
+        # Sorted, so that the order in which a recipe names the facts does not change the folder.
         described = json.dumps([FORMAT, self.about], sort_keys=True)
         self.folder = self.root / hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def file(self, key: str) -> Path:
         """Return the file of a key, a hash in hexadecimal."""
-        # In 256 folders, so that none has all of a million files.
+        # Spread over 256 folders, so that no folder has a million files.
         return self.folder / key[:2] / f"{key}{SUFFIX}"
 
     def missing(self, keys: Iterable[str]) -> list[str]:
@@ -105,8 +105,8 @@ class TensorCache:
             ) from None
 
     def _doubt(self) -> None:
-        """Let the next start read all entries: a damaged one is seldom alone, and its header passes for whole."""
-        # Of all folders in use: what damaged one entry may have damaged those of another encoder.
+        """Let the next start read all entries: a damaged one is seldom alone, and its header may look intact."""
+        # In all folders in use: the same cause may have damaged entries of another encoder.
         in_use = {name.partition("/")[0] for name in live_leases(self.root)}
         for folder in {self.folder.name, *in_use}:
             doubt_folder(self.root / folder)
@@ -143,7 +143,7 @@ class TensorCache:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            # What the user can mend is said with a remedy. Anything else is a fault that needs its traceback.
+            # A problem that the user can fix gets a message with a remedy. Anything else needs its traceback.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
                 raise
             raise disk_error(error)(
@@ -165,11 +165,11 @@ class TensorCache:
     def lease(self, keys: Sequence[str]) -> Lease:
         """Protect entries from deletion, whether or not they exist yet, and count them as used now."""
         with _locked(self.root):
-            # Under the lock of `keep_within_cap`, so that a deletion going on sees the lease or ends before it.
+            # Under the lock of `keep_within_cap`, so that a running deletion either sees the lease or ends before it.
             lease = Lease(self.root, [f"{self.folder.name}/{key}" for key in keys])
         for key in keys:
             with contextlib.suppress(OSError):
-                # Not left to the time of access, which many disks do not keep (noatime).
+                # Set explicitly, because many disks do not keep the time of access (noatime).
                 os.utime(self.file(key))
         return lease
 
@@ -220,7 +220,7 @@ class Lease:
             fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._stream.write("\n".join(names))
         self._stream.flush()
-        # A worker of a loader outlives a killed trainer by seconds.
+        # A loader's worker outlives a killed trainer by seconds, and must not hold its lock.
         os.register_at_fork(after_in_child=self._stream.close)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def live_leases(root: Path) -> set[str]:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink(missing_ok=True)
             except OSError:  # held by a live process, or no locks here
-                # Kept in doubt: a deleted entry costs a running job, and one too many costs some bytes.
+                # Kept when in doubt: a deleted entry costs a running job, and a needless one only some bytes.
                 names |= set(stream.read().splitlines())
     return names
 
@@ -297,7 +297,7 @@ def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
 
 def _part_of(file: Path) -> Path:
     """Return a name for the content of ``file`` while it is written, different for every call."""
-    # With the host, because processes of several hosts have the same numbers. The rest is for threads.
+    # With the host, because process ids repeat across hosts. The random part is for threads.
     return file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
 
 

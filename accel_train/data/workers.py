@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, reader: Reader, requests: Iterator[Request], settings: LoaderSettings) -> None:
         self._settings = settings
         self._progress = reader.progress
-        # The DataLoader says nothing of the request that it returns, or fails at, so the same list is read alongside.
+        # The DataLoader does not tell which request it returns or fails at, so the same list is read alongside.
         requests, expected = itertools.tee(requests)
         self._expected = enumerate(expected)
         has_workers = settings.num_workers > 0
@@ -149,7 +149,7 @@ class _Flag:
     """
 
     def __init__(self, context: BaseContext) -> None:
-        # Raw: shared memory without a lock. A bool is written at once.
+        # Raw: shared memory without a lock. A bool is written atomically.
         self._value = context.RawValue(ctypes.c_bool, False)
 
     def set(self) -> None:

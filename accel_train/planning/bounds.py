@@ -1,4 +1,4 @@
-"""What is known of an offload before it is simulated: DeepSpeed's engine takes long."""
+"""Bounds on an offload that need no simulation of it, because DeepSpeed's engine takes long to simulate."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def left_out(
 
 
 def _too_large(strategy: str, budget: Budget, earlier: Sequence[Chain]) -> str | None:
-    """Return by how much an offload exceeds a limit at least, None if it may fit."""
+    """Describe by how much an offload exceeds a limit at least. None if it may fit."""
     known = _without_offload(earlier)
-    # Whatever was refused for all launch files is said of each.
+    # Where every launch file was refused, each one has its own reason.
     if known is None:
         return None
     needed = _least_on_gpu_gib(strategy, budget, known)
@@ -61,7 +61,7 @@ def _least_on_gpu_gib(strategy: str, budget: Budget, known: Probe) -> float:
 def _least_on_host(known: Probe) -> int:
     """Return the bytes of all processes' fp32 weights, optimizer state and EMA. Gradients come on top."""
     states = known.counted["held"].get(ledger.OPTIMIZER, 0) + known.counted["held"].get(ledger.EMA, 0)
-    # A shard of FSDP2 is a part of what all processes hold.
+    # Under FSDP2 the counted state is the shard of one process.
     if known.candidate.strategy in DIVIDED:
         states *= known.counted["processes"]
     return FP32 * known.counted["trained"] + states

@@ -25,7 +25,7 @@ LAUNCH_FILES = {
 }
 """Bundled launch file by strategy."""
 OFFLOADS = ("zero2_offload", "zero3_offload")
-"""Behind the others: what fits without an offload mostly spares them their search."""
+"""Searched last: if something fits without an offload, they mostly need no search."""
 WHOLE = ("single", "ddp")
 """Each GPU holds all states."""
 DIVIDED = ("fsdp2", "zero3_offload")
@@ -44,7 +44,7 @@ NOT_CONSIDERED: Mapping[str, str] = {
     "sync": "left as the preset and the flags set it",
     "compile": "simulated as off, because a compiler decides by itself what it keeps; written as preset or flag say",
 }
-"""Named in every plan."""
+"""Options that are left out, with the reason. Named in every plan."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Candidate:
     mode: str
     micro_batch_size: int
     blocks: int | None = None
-    """How many of the model's blocks are checkpointed. None: all."""
+    """Number of the model's blocks that are checkpointed. None: all."""
 
     def flags(self) -> list[str]:
         """Return the recipe's flags."""
@@ -65,7 +65,7 @@ class Candidate:
         return words
 
     def with_blocks(self, blocks: int) -> Candidate:
-        """Return the same with so many checkpointed blocks. Without any the mode is none."""
+        """Return the candidate with this number of checkpointed blocks. With 0 its mode is none."""
         if blocks:
             return replace(self, blocks=blocks)
         return replace(self, mode=MODES[0], blocks=None)
@@ -91,12 +91,12 @@ class Space:
     fixed: frozenset[str]
     """Options set by a flag and therefore not chosen."""
     blocks: int | None = None
-    """Checkpointed blocks as preset or flag say, and then not chosen."""
+    """Number of checkpointed blocks, if preset or flag set it. It is then not chosen."""
     compile_mode: str = "off"
     """``compile.mode`` as the preset or a flag says. Candidates are simulated without compilation."""
 
     def not_considered(self) -> Mapping[str, str]:
-        """Return what was left out, with the reason."""
+        """Return the options that are left out, with the reason."""
         return NOT_CONSIDERED if OFFLOADS[0] in self.strategies else NO_DEEPSPEED | dict(NOT_CONSIDERED)
 
     @property
@@ -143,7 +143,7 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
 
 
 def on_a_cpu(space: Space) -> Space:
-    """Return what there is to choose on CPUs, where host memory is the only one."""
+    """Return the space for CPUs, where host memory is the only memory."""
     return replace(space, strategies=tuple(name for name in space.strategies if name not in OFFLOADS))
 
 
@@ -185,7 +185,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _nearest(total: int, gpus: int) -> Sequence[int]:
-    """Return the divisors of ``total`` beside ``gpus``."""
+    """Return the divisors of ``total`` next to ``gpus``, below and above."""
     known = divisors(total)
     below = [number for number in known if number < gpus][-1:]
     above = [number for number in known if number > gpus][:1]

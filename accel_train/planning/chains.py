@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_train.planning.probe import Probe
 
 UNDERSTATED = 1.4
-"""By how much a modelled step under sharding has to be faster than one without, where no sharding is needed. No model
+"""Factor by which a modelled step with sharding must be faster than one without, where sharding is not needed. No model
 counts the Python of FSDP2's hooks: real steps took 1.16 to 1.35 times as long as modelled under FSDP2, and the same
 under DDP 1.01 to 1.06 times (docs/planning.md). Rounded up: calls of collectives cost the host time as well."""
 
@@ -28,9 +28,9 @@ class Chain:
     mode: str
     probes: tuple[Probe, ...] = ()
     left_out: str | None = None
-    """Why no or no further sizes were simulated."""
+    """Reason why no sizes, or not all of them, were simulated."""
     refused: bool = False
-    """A start would refuse it."""
+    """True if a start would refuse it."""
     hopeless: bool = False
     """The states alone do not fit, whatever the mode and the micro-batch."""
 
@@ -61,8 +61,8 @@ def fastest_of(chains: Sequence[Chain], budget: Budget) -> Probe | None:
 def seconds_to_beat(fastest: Probe, budget: Budget, other: Probe) -> float:
     """Return the seconds below which a candidate is planned in place of the fastest, which may shard without need.
 
-    By the linter's rules. Without more recomputation: that the activations then fit as well is what makes the sharding
-    needless.
+    Follows the linter's rules. Does not apply to a candidate with more recomputation: sharding is needless only if the
+    activations fit as well.
     """
     if other.candidate.strategy not in WHOLE or fastest.candidate.strategy in WHOLE:
         return fastest.time.total
@@ -75,7 +75,7 @@ def seconds_to_beat(fastest: Probe, budget: Budget, other: Probe) -> float:
 
 
 def not_needed(probe: Probe, budget: Budget) -> str:
-    """Return why sharding is not needed beside ``probe``, which holds all states, and what they would have to gain."""
+    """Describe why ``probe``, which holds all states, needs no sharding, and the speed that would justify it."""
     states = probe.states / GIB
     return (
         f"the states take {states:.2f} of {budget.vram_gib:g} GiB whole, and a model that counts no hooks has to show "
@@ -84,8 +84,8 @@ def not_needed(probe: Probe, budget: Budget) -> str:
 
 
 def smallest(chains: Sequence[Chain], budget: Budget | None = None) -> Probe | None:
-    """Return the simulated candidate of least memory, with ``budget`` of those that fit the host. None if all were
-    refused.
+    """Return the simulated candidate of least memory, with ``budget`` only among those that fit the host. None if all
+    were refused.
     """
     probes = [probe for chain in chains for probe in chain.probes]
     if budget is not None:
@@ -95,5 +95,5 @@ def smallest(chains: Sequence[Chain], budget: Budget | None = None) -> Probe | N
 
 def slowness(probe: Probe) -> tuple[float, int, int]:
     """Return the key by which candidates of one launch file are compared."""
-    # Of the same time, the fewest and so the largest kernels.
+    # At equal times, the fewest micro-batches and so the largest kernels.
     return probe.time.total, probe.micro_batches, probe.tensors

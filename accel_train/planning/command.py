@@ -26,7 +26,7 @@ from accel_train.planning.simulator import Simulator
 def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if nothing fits or a start would refuse the config.
 
-    One about the files of ``--write`` is raised before the search if it can be known, else behind the printed plan.
+    An error about the files of ``--write`` is raised before the search if possible, else after the plan is printed.
     """
     if options.write is not None:
         # Refused before a search that may take minutes.
@@ -63,7 +63,7 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
         # The plan itself is found, and its search may have taken minutes.
         print(text, flush=True)
         raise
-    # Nothing behind the JSON, so that programs can parse the output.
+    # Nothing after the JSON, so that programs can parse the output.
     if options.as_json:
         return text
     start = shlex.join(["accelerate", "launch", "--config_file", str(launch), str(find_recipe(recipe)), str(preset)])
@@ -108,7 +108,7 @@ def _flags(options: Options) -> list[str]:
     if options.margin_gib is not None:
         words += ["--margin_gib", f"{options.margin_gib:g}"]
     if options.host_gib is not None or has_deepspeed():
-        # Also where it was not given: elsewhere another machine's memory would take its place.
+        # Written even if it was not given, or another machine would take its own memory.
         words += ["--host_gib", f"{budget_of(options).host_gib:g}"]
     if options.step is not None:
         words += ["--step", str(options.step)]

@@ -1,4 +1,4 @@
-"""Flags of ``accel-train plan``, given before or behind the recipe. Imports nothing heavy."""
+"""Flags of ``accel-train plan``, given before or after the recipe. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
     parser = argparse.ArgumentParser(prog="accel-train plan", allow_abbrev=False, add_help=False)
     add_flags(parser)
-    # Into the values read before the recipe: defaults replace none of them, and a flag behind the recipe wins.
+    # Parsed into the values read before the recipe: defaults replace none of them, and a flag after the recipe wins.
     flags, rest = parser.parse_known_args(list(words), earlier)
     refuse_impossible(vars(flags))
-    # Not argparse's `required`, which would ask for the flag on one side of the recipe.
+    # Not argparse's `required`, which would demand the flag on this side of the recipe.
     _require("gpus", flags.gpus, "the number of GPUs", "--gpus 8")
     _require("vram_gib", flags.vram_gib, "the memory of one GPU in GiB", "--vram_gib 80")
     if flags.host_gib is not None:

@@ -1,4 +1,4 @@
-"""Memory of a GPU and of its host beside the simulated tensors: rules with their numbers, none of them measured."""
+"""Memory of a GPU and of its host besides the simulated tensors: rules with their numbers, none of them measured."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Budget:
 
     @property
     def memory(self) -> str:
-        """What has the memory, for texts."""
+        """Owner of the memory, for messages."""
         return "a process" if self.on_cpu else "a GPU"
 
     def machine(self) -> str:

@@ -39,8 +39,8 @@ class Plan:
     chains: Sequence[Chain]
     chosen: Probe
     whole: Probe
-    """The best candidate with all of its blocks checkpointed. The launch file is of this one, and the micro-batch
-    unless a smaller one needs so much less checkpointing that it is faster."""
+    """The best candidate with all of its blocks checkpointed. The plan has its launch file, and its micro-batch unless
+    a smaller one needs so much less checkpointing that it is faster."""
 
     def reasons(self) -> dict[str, str]:
         """Return why each value was chosen, by option."""
@@ -174,7 +174,7 @@ def without_needless_checkpointing(plan: Plan, measure: Measure) -> Plan:
     """Return the plan with as much activation checkpointing as it needs, and no more."""
     budget = plan.budget
     if plan.goal == "memory":
-        # As much as the least memory needs.
+        # No more memory than the least that was found.
         budget = replace(budget, vram_gib=plan.whole.needed_gib(budget), margin_gib=0.0, share=1.0)
     chains, chosen = spare_recomputation(plan.space, plan.goal, budget, plan.chains, plan.whole, measure)
     return replace(plan, chains=chains, chosen=chosen)
@@ -184,7 +184,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     # What fits the GPU, and not the machine around it, has a remedy of its own.
     found = smallest(chains, budget) or smallest(chains)
     if found is None:
-        # All for the same reason, mostly: an option of the experiment.
+        # Mostly all have the same reason: an option of the experiment.
         return str(chains[0].left_out)
     states = found.states / GIB
     activations = found.by_category[ledger.ACTIVATIONS] / GIB
@@ -192,7 +192,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     enough = _enough(budget, needed)
     helps = [*_more_host_memory(budget, chains), f"{_device(budget)} {enough:.1f} GiB"]
     rules = [f"{name} {gib:.2f}" for name, gib in budget.parts_gib(found.tensors).items()]
-    # With no tensor at all it would not fit: nothing that makes them smaller helps.
+    # If it would not fit even without tensors, making them smaller does not help.
     if budget.needed_gib(0) <= replace(budget, share=1.0).limit_gib:
         helps += _remedies(space, budget, config, found)
     return (
@@ -221,7 +221,7 @@ def _device(budget: Budget) -> str:
 
 
 def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
-    """Return the host memory with which the launch file of least need for it would fit the GPU, if there is one."""
+    """Return the host memory that the least demanding launch file needs, of those that fit the GPU, if there is one."""
     probes = [probe for chain in chains for probe in chain.probes]
     short = [probe for probe in probes if not probe.fits_host(budget) and probe.needed_gib(budget) <= budget.limit_gib]
     nearest = min(short, key=lambda probe: probe.needed_host_gib(budget), default=None)
@@ -233,7 +233,7 @@ def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
 
 
 def _at_least_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
-    """Return the host memory below which no offload can fit, of those that no limit of the GPU rules out."""
+    """Return the host memory below which no offload can fit, among those that the GPU's limit does not rule out."""
     least: dict[str, float] = {}
     for strategy in dict.fromkeys(chain.strategy for chain in _ruled_out(chains)):
         needed = least_host_gib(strategy, budget, chains)

@@ -1,4 +1,4 @@
-"""One simulated candidate: its memory and the time of its step, extended where not all micro-batches were simulated."""
+"""One simulated candidate: its memory and the time of its step, extrapolated if not all micro-batches ran."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STATES = (
 
 @dataclass(frozen=True)
 class Probe:
-    """Figures of one candidate."""
+    """Memory and time of one candidate."""
 
     candidate: Candidate
     micro_batches: int
     """Micro-batches of each process in a step."""
     simulated: int
-    """Micro-batches that were simulated. Each of the others is taken to add the memory of its inputs, and as much work
-    as the middle one."""
+    """Micro-batches that were simulated. Each of the others is assumed to add the memory of its inputs, and as much
+    work as the middle one."""
     by_category: Mapping[str, int]
     """Bytes at the peak."""
     tensors: int
@@ -40,11 +40,11 @@ class Probe:
     counted: Mapping[str, Any]
     """Fields of ``simulation.step.Counted``."""
     least_offloaded: float = 0.0
-    """Seconds that the same step takes at least with its states in host memory."""
+    """Lower bound on the seconds of the same step with its states in host memory."""
 
     @property
     def checkpointed(self) -> int:
-        """How many of the model's blocks are checkpointed."""
+        """Number of the model's blocks that are checkpointed."""
         if self.candidate.mode == MODES[0]:
             return 0
         if self.candidate.blocks is None:
@@ -58,7 +58,7 @@ class Probe:
 
     @property
     def trained_states(self) -> int:
-        """Bytes of the states less frozen weights, where no process has a shard: what an update reads and writes."""
+        """Bytes of the states without frozen weights, which an update reads and writes. Only right without shards."""
         frozen = self.counted["held"].get(ledger.PARAMETERS, 0) - FP32 * self.counted["trained"]
         return self.states - max(0, frozen)
 
@@ -80,11 +80,11 @@ class Probe:
         return budget.needed_host_gib(sum(self.on_host(budget).values()))
 
     def fits_host(self, budget: Budget) -> bool:
-        """Return True within the limit of host memory."""
+        """Return True if it is within the limit of host memory."""
         return self.needed_host_gib(budget) <= budget.host_limit_gib
 
     def fits(self, budget: Budget) -> bool:
-        """Return True within both limits of the budget."""
+        """Return True if it is within both limits of the budget."""
         return self.needed_gib(budget) <= budget.limit_gib and self.fits_host(budget)
 
     def needs(self, budget: Budget) -> str:
@@ -132,11 +132,11 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
 
 
 def least_offloaded(counted: Mapping[str, Any], time: StepTime, rates: Rates) -> float:
-    """Return the seconds that the step of ``time`` takes at least with its states in host memory.
+    """Return a lower bound on the seconds of the step of ``time`` with its states in host memory.
 
-    Of an offload's own operators no more is known before it is simulated than these: the same products and attention;
-    on the host each gradient read, each fp32 weight, state and average read and written; each gradient copied there,
-    and each weight back in two bytes or more. In the model of time nothing of it runs beside anything else.
+    It counts the operators that are known without a simulation of the offload: the same products and attention; on the
+    host one read of each gradient, and one read and write of each fp32 weight, state and average; a copy of each
+    gradient to the host, and of each weight back in two bytes or more. In the time model none of these overlap.
     """
     held = counted["held"]
     processes = counted["processes"]

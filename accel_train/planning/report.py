@@ -73,7 +73,7 @@ def _values(plan: Plan) -> list[str]:
 
 
 def origin_of_category(probe: Probe, category: str) -> str:
-    """Return how the bytes of a category are known."""
+    """Return the origin of the bytes of a category."""
     extended = probe.simulated < probe.micro_batches and category in (BATCH, TEMPORARY)
     return MODELLED if extended else EXACT
 
@@ -133,7 +133,7 @@ def _row(name: str, gib: float, origin: str) -> str:
 def _time(probe: Probe, named: Rated | None) -> list[str]:
     if named is None:
         return ["step time: give --device NAME. Candidates were compared by the rates of an h100-sxm"]
-    # What is done once a step was taken for work of each micro-batch.
+    # Work that is done once per step was counted for each micro-batch.
     counted = EXACT if probe.simulated == probe.micro_batches else MODELLED
     latency = named.rates.latency_seconds(probe.work)
     return time_lines(probe.work, probe.time, latency, named, counted=counted)
@@ -164,7 +164,7 @@ def _at(probe: Probe, named: Rated | None) -> str:
 
 
 def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
-    """Return everything, with the origin of each figure."""
+    """Return the whole plan for JSON, with the origin of each figure."""
     return {
         "recipe": plan.recipe,
         "goal": plan.goal,

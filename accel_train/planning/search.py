@@ -1,11 +1,11 @@
 """Search for the largest fitting micro-batch of each strategy and mode, and for the fewest checkpointed blocks.
 
-Memory grows with the micro-batch, so a few sizes are simulated and the rest follows. One case is apart: with a single
-micro-batch a process never holds gradients beside the activations of the next one, and may need less than with two half
-as large. It is tried first, because it also has the least time.
+Memory grows with the micro-batch, so a few sizes are simulated and the rest follows. A single micro-batch is a special
+case: a process then never holds gradients next to the activations of another one, and may need less memory than with
+two of half the size. It is tried first, because it also takes the least time.
 
-Modes are compared on all blocks. Of the chosen candidate then as many blocks as fit keep their activations, and of
-smaller micro-batches, of which more blocks can, for as long as the step becomes faster.
+Modes are compared on all blocks. Then as many blocks of the chosen candidate as fit keep their activations. Smaller
+micro-batches, of which more blocks can keep them, are tried as long as the step becomes faster.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _search_chain(
         return Chain(strategy, mode, left_out=hopeless[0], hopeless=True)
     try:
         if hopeless:
-            # How much is missing at least.
+            # Simulated only to tell how much is missing at least.
             return Chain(strategy, mode, (simulate(space.sizes[0]),), hopeless[0], hopeless=True)
         if goal == "memory":
             # Memory grows with the micro-batch, but a single one may need less: the least is at one of the ends.
@@ -73,9 +73,9 @@ def _search_chain(
             return Chain(strategy, mode, tuple(simulate(size) for size in ends))
         largest = simulate(space.sizes[-1])
         if not largest.fits_host(budget):
-            # Least of all: with several micro-batches their gradients are added up there as well.
+            # Smaller ones fit even less: with several micro-batches, host memory also accumulates their gradients.
             return Chain(strategy, mode, (largest,), f"needs {largest.needs(budget)}", hopeless=True)
-        # A smaller micro-batch makes activations smaller, and never the states.
+        # A smaller micro-batch makes activations smaller, but never the states.
         needed = budget.needed_gib(largest.states)
         if needed > budget.limit_gib and not is_last:
             reason = f"weights, gradients, optimizer and EMA alone need {needed:.2f} GiB"
@@ -157,7 +157,7 @@ def _at_smaller_sizes(space: Space, fewest: FewestBlocks, fastest: Probe) -> Pro
 
 
 class Simulated:
-    """A measure that simulates what no chain has, once."""
+    """A measure that simulates each candidate at most once, and none that is in a chain."""
 
     def __init__(self, chains: Sequence[Chain], measure: Measure) -> None:
         self._measure = measure
@@ -173,7 +173,7 @@ class Simulated:
         return self._known[candidate]
 
     def is_known_to_exceed(self, candidate: Candidate, budget: Budget, share: int) -> bool:
-        """Return True if it was simulated and does not fit, or the same with a smaller micro-batch."""
+        """Return True if a simulation shows that it does not fit, or that it does not with a smaller micro-batch."""
         size = candidate.micro_batch_size
         if candidate in self._known:
             return not self._known[candidate].fits(budget)
@@ -187,7 +187,7 @@ class Simulated:
         return False
 
     def ends(self, candidate: Candidate, least: int) -> tuple[Probe, Probe] | None:
-        """Return the same with all blocks and with ``least``, at the nearest larger micro-batch that has both."""
+        """Return it with all blocks and with ``least``, at the smallest micro-batch from its own on that has both."""
         larger = sorted(known.micro_batch_size for known in self._known)
         for size in larger:
             whole = self._known.get(replace(candidate, micro_batch_size=size))
@@ -197,7 +197,7 @@ class Simulated:
         return None
 
     def joined(self, chain: Chain) -> Chain:
-        """Return the chain with all that is known of its strategy and mode."""
+        """Return the chain with all simulated candidates of its strategy and mode."""
         probes: list[Probe] = []
         for candidate, probe in self._known.items():
             if candidate.strategy == chain.strategy and candidate.mode == chain.mode:
@@ -216,7 +216,7 @@ def _least_blocks(chains: Sequence[Chain], strategy: str) -> int:
 
 @dataclass(frozen=True)
 class FewestBlocks:
-    """Finds how many blocks have to be checkpointed."""
+    """Finds the smallest number of blocks that have to be checkpointed."""
 
     budget: Budget
     simulate: Simulated
@@ -237,10 +237,10 @@ class FewestBlocks:
         return [probe for probe in fitting if probe.fits(self.budget)]
 
     def of(self, whole: Probe) -> Probe:
-        """Return the candidate with the fewest blocks that fits, with one less simulated. ``whole`` fits with all."""
+        """Return the candidate with the fewest blocks that fits. One less is simulated too. ``whole`` fits with all."""
 
         def keep(kept: int) -> Probe:
-            """Let so many blocks keep their activations."""
+            """Let ``kept`` blocks keep their activations."""
             if not kept:
                 return whole
             return self.simulate(whole.candidate.with_blocks(whole.checkpointed - kept))
@@ -271,12 +271,12 @@ class FewestBlocks:
 
 
 MOST_SLOW = 3
-"""Guesses that fit and leave more than half of a range. Then its middle is tried, or a search of a long one would
-simulate many."""
+"""Number of guesses that fit and leave more than half of the range. After that the middle is tried, because the search
+of a long range would otherwise simulate many."""
 
 
 class Point(NamedTuple):
-    """A simulated candidate, at the place of its varied value."""
+    """A simulated candidate, with its varied value."""
 
     value: int
     probe: Probe
@@ -287,7 +287,7 @@ def _towards_the_limit(
 ) -> list[Probe]:
     """Simulate values until the largest fitting one is known. Of ``ends`` the first fits and the second does not."""
     fits, exceeds = ends
-    # Index of a value that fits, and of one that does not: the second end stands behind the end of `values`.
+    # Index of a value that fits, and of one that does not: the second end lies past the end of `values`.
     low = 0
     high = len(values)
     probes: list[Probe] = []
@@ -297,7 +297,7 @@ def _towards_the_limit(
         between = values[low + 1 : high]
         guess = _between(between, budget, fits, exceeds)
         if slow >= MOST_SLOW:
-            # Memory stays the same at first, and the line says nothing of where it begins to grow.
+            # Memory stays the same at first, and the line does not tell where it begins to grow.
             guess = between[len(between) // 2]
         probe = simulate(guess)
         probes.append(probe)
@@ -316,5 +316,5 @@ def _between(values: Sequence[int], budget: Budget, fits: Point, exceeds: Point)
     each = (exceeds.probe.tensors - fits.probe.tensors) / (exceeds.value - fits.value)
     free = budget.tensor_bytes() - fits.probe.tensors
     expected = [value for value in values if each * (value - fits.value) <= free]
-    # A line through two points is a guess, so a value that it refuses is simulated all the same.
+    # A line through two points is a guess, so a value that it rules out is simulated anyway.
     return expected[-1] if expected else values[0]

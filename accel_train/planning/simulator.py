@@ -42,7 +42,7 @@ IMPORTED = (
     "torch.distributed.tensor",
     "torch.testing._internal.distributed.fake_pg",
 )
-"""Imported by torch and Accelerate during a simulation, and here once for all."""
+"""Modules that torch and Accelerate import during a simulation. Imported here once for all candidates."""
 
 
 class Simulator:
@@ -63,7 +63,7 @@ class Simulator:
         loaded = config_of(import_recipe(find_recipe(self.recipe)).main, self._arguments)
         if loaded is None:
             raise UsageError(f"recipe {self.recipe!r}: its main ended without a config; a recipe first reads it")
-        # A simulation cannot show compiled blocks, and the memory and time of others are an upper bound of theirs.
+        # A simulation cannot show compiled blocks, and memory and time of uncompiled ones are an upper bound.
         if loaded.config.compile.mode != "off":
             self._uncompiled = _flags_of_defaults("compile", type(loaded.config.compile)())
         return loaded
@@ -71,7 +71,7 @@ class Simulator:
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` if a start would refuse it."""
         counted = self._count(candidate)
-        # Empty where the micro-batches differ, and then no one of them can stand for the others.
+        # Empty where the micro-batches differ, because then none of them can stand for the others.
         if not counted["work"]:
             raise UsageError(
                 f"recipe {self.recipe!r}: its micro-batches run different numbers of forwards, and a plan requires the "
@@ -80,7 +80,7 @@ class Simulator:
         return counted
 
     def _count(self, candidate: Candidate) -> Mapping[str, Any]:
-        # Here, because they stand on the launcher, and so on much else that a plan does without.
+        # Imported here, because they import the launcher and much else that a plan does not need.
         from accel_train.commands.launch import Launch
         from accel_train.simulation.command import PORT, refuse_killed, worker_command
 
@@ -117,7 +117,7 @@ class Simulator:
 
 
 def _flags_of_defaults(group: str, defaults: Any) -> tuple[str, ...]:
-    """Return flags that set every option of a group back, also those that a start refuses without the others."""
+    """Return flags that reset every option of a group, including those that a start refuses without the others."""
     words: list[str] = []
     for name, value in asdict(defaults).items():
         words += [f"--{group}.{name}", str(value).lower()]
@@ -126,7 +126,7 @@ def _flags_of_defaults(group: str, defaults: Any) -> tuple[str, ...]:
 
 def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> tuple[str, int]:
     """Run the worker of a simulation to its end in a process of its own. Returns its output and its exit code."""
-    # Here, because it stands on the simulation, and so on much else that a plan does without.
+    # Imported here, because it imports the simulation and much else that a plan does not need.
     from accel_train.simulation import worker
 
     output = place / OUTPUT
@@ -171,7 +171,7 @@ def _report_wait(output: Path) -> Generator[None]:
         yield
     finally:
         done.set()
-        # A fork must find one thread alone.
+        # A later fork requires that only one thread is left.
         thread.join()
 
 
@@ -195,7 +195,7 @@ def _fork(work: Callable[[], int], environment: Mapping[str, str], output: Path,
 
 
 def _become(work: Callable[[], int], environment: Mapping[str, str], output: int) -> None:
-    """Do the work of a child, and end it."""
+    """Run ``work`` in the child and end it. Does not return."""
     code = 1
     try:
         killed_with_parent()
@@ -210,5 +210,5 @@ def _become(work: Callable[[], int], environment: Mapping[str, str], output: int
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Nothing of the parent is taken down here, such as its temporary folders.
+        # Skips the parent's cleanup, such as that of its temporary folders.
         os._exit(code)

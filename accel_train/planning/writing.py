@@ -19,7 +19,7 @@ OUTPUT = "output_dir"
 
 
 def paths_in(directory: str) -> tuple[Path, Path]:
-    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already or cannot be made."""
+    """Return the paths of launch file and preset. Raises ``UsageError`` if one exists already or cannot be created."""
     place = expand_path(directory)
     # The directory itself need not exist, and then its nearest parent decides.
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
@@ -35,7 +35,7 @@ def paths_in(directory: str) -> tuple[Path, Path]:
 
 def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
     """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if it cannot."""
-    # Asked again: the search since the first check may have taken minutes.
+    # Checked again: the search since the first check may have taken minutes.
     launch, preset = paths_in(directory)
     # An argument may have several lines, and each has to stay a comment.
     head = "".join(f"# {line}\n" for line in f"Written by: {command}".splitlines())
@@ -62,7 +62,7 @@ def is_relative(loaded: Loaded[Any]) -> bool:
     values = flatten(experiment_tree(loaded.config))
     given = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}
     paths = [value for name, value in given.items() if isinstance(value, str) and name != OUTPUT and value]
-    # An output directory need not exist. Of others, only a file that is there is known to be a path.
+    # An output directory need not exist. Of other values, only an existing file is known to be a path.
     places = [value for value in paths if Path(value).exists()]
     if OUTPUT in given:
         places.append(given[OUTPUT])

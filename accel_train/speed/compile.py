@@ -257,8 +257,7 @@ def _reasons(count: int) -> list[str | None]:
 
 
 def _torn_library(error: BaseException) -> str | None:
-    """Return the unreadable library in torch's cache, if any. torch links it in place, so a kill can leave half of
-    it."""
+    """Return the unreadable library in torch's cache, if any. torch links in place, so a kill can leave half."""
     message = str(_innermost(error))
     torn = re.search(r"(/.+?\.so): (file too short|invalid ELF header|cannot read file data)", message)
     return torn[1] if torn else None

@@ -37,8 +37,7 @@ _NOT_HIDDEN = re.compile(r"norm|embed|modulation|ada_?ln|head$", re.IGNORECASE)
 
 
 def kinds(model: nn.Module, *, muon: bool) -> dict[int, Kind]:
-    """Return the kind of every parameter by its id. A parameter shared by several modules gets the most conservative
-    kind.
+    """Return each parameter's kind by its id. One shared by several modules gets the most conservative kind.
 
     Weight decay acts on matrices and convolutions, never on norms, biases and embeddings. With ``muon``, 2-D
     matrices inside the repeated blocks are "muon", except norms, embeddings, modulation and heads. Blocks are the
@@ -155,8 +154,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, in fp32 at least: bf16 cannot count to 257. A scalar is returned as a
-    sum."""
+    """Sum over the samples of a micro-batch, in fp32 at least: bf16 cannot count to 257. A scalar stays one."""
     if values.is_floating_point() and values.itemsize < 4:
         values = values.float()
     return values.sum() if values.ndim else values

@@ -119,7 +119,7 @@ def test_the_samples_of_other_data_are_not_left_out(tmp_path: Path) -> None:
     assert rollbacks == [first]
     (same,), (changed,) = (rollback.notices(tmp_path, rollbacks, data) for data in ("first", "other"))
     assert same.startswith("without the samples 3, 5 of step 5")
-    assert "count in other data than these" in changed
+    assert "refer to other data than these" in changed
 
     saved = train_state_of(tmp_path, "first", History(1), rollbacks)
     assert saved["left_out"] == [3, 5]

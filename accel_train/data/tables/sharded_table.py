@@ -35,8 +35,8 @@ class DecodedBlock(NamedTuple):
 class ShardedTable:
     """Random access to some columns of the rows of all shards, numbered in the order of files and rows.
 
-    Memory is that of the index, of the decoded blocks up to `cache_bytes`, and of the one being read. The cache
-    always keeps the last block. Each process and each worker has a cache of its own. Errors name file and place.
+    Memory holds the index, decoded blocks of up to `cache_bytes`, and the block being read. The cache always keeps the
+    last block. Each process and each worker has a cache of its own. Errors name file and place.
     """
 
     def __init__(self, index: ShardIndex, columns: Sequence[str], cache_bytes: int) -> None:
@@ -132,7 +132,7 @@ class ShardedTable:
         return decoded
 
     def _refuse_changed(self, number: int) -> None:
-        """Refuse a file that was removed or written since it was indexed. Asked once in each process."""
+        """Refuse a file that was removed or written since it was indexed. Checked once in each process."""
         if number in self._checked:
             return
         refuse_changed(self.index.option, self.index.files[number], self.index.identities[number])
@@ -142,7 +142,7 @@ class ShardedTable:
         from pyarrow import parquet
 
         if number not in self._open:
-            # Checksums are compared where the writer has put them in.
+            # Checksums are compared where the writer has included them.
             file: Any = parquet.ParquetFile(self.index.files[number], page_checksum_verification=True)
             self._open[number] = file
             if len(self._open) > OPEN_FILES:
@@ -158,7 +158,7 @@ def _of_table(table: Any) -> DecodedBlock:
 
 
 def _read_lines(file: Path, block: Block, columns: Sequence[str]) -> DecodedBlock:
-    """Parse lines of JSONL. A line that is no object is a fault, and so is a value of another type than the others."""
+    """Parse lines of JSONL. A line that is no object is a fault, as is a value whose type differs from the others."""
     with file.open("rb") as content:
         content.seek(block.offset)
         text = content.read(block.size)

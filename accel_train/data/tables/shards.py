@@ -38,7 +38,7 @@ SHOWN = 4
 
 
 class ShardIndex(NamedTuple):
-    """Where the rows of a table are."""
+    """Locations of the rows of a table."""
 
     option: str
     """Option naming the files, for messages."""
@@ -109,7 +109,7 @@ def _counted(number: int, one: str, several: str) -> str:
 def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
     """Name the shards that came, went or changed since the last start of this cache with the same `value`.
 
-    A run refuses changed data by their fingerprint, which says nothing of files.
+    A run refuses changed data by their fingerprint, which does not name files.
     """
     # By the path as it was given: the same folder through another glob is another choice of files.
     name = hashlib.sha256(str(expand_path(value)).encode()).hexdigest()
@@ -127,7 +127,7 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
     for kind, names in kinds.items():
         if names:
             logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
-    # Of a cache that another user has made it stays as it is: it serves the log alone.
+    # In a cache of another user that cannot be written, the listing stays as it is: it serves the log alone.
     with contextlib.suppress(OSError):
         _write_listing(listing, files)
 
@@ -164,7 +164,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
     if not found[0].exists():
         raise UsageError(f"{option} {value!r}: {found[0]} does not exist. Give a file, folder or glob that exists.")
     if found[0].is_fifo():
-        # To open one waits until somebody writes to it.
+        # Opening one blocks until somebody writes to it.
         raise UsageError(
             f"{option} {value!r}: {found[0]} is a named pipe, and blocks are read more than once. Give a file."
         )
@@ -207,7 +207,7 @@ def _refuse_second_names(option: str, files: Sequence[Path]) -> None:
     names: dict[tuple[int, int], Path] = {}
     for file in files:
         stat = file.stat()
-        # Device and inode tell a file, whatever it is called.
+        # Device and inode identify a file, whatever its name.
         other = names.setdefault((stat.st_dev, stat.st_ino), file)
         if other is not file:
             raise UsageError(
@@ -217,7 +217,7 @@ def _refuse_second_names(option: str, files: Sequence[Path]) -> None:
 
 
 def check_columns(index: ShardIndex, columns: Sequence[str]) -> None:
-    """Refuse a shard without one of `columns`, or with another type of it than the first. JSONL has no types."""
+    """Refuse a shard that lacks one of `columns`, or has it in another type than the first. JSONL has no types."""
     filled = sorted({block.file for block in index.blocks})
     first = filled[0]
     for column in columns:
@@ -239,5 +239,5 @@ def check_columns(index: ShardIndex, columns: Sequence[str]) -> None:
 
 
 def _plain(kind: str) -> str:
-    # The same values with longer offsets.
+    # A large_ type has the same values with longer offsets.
     return kind.replace("large_", "")

@@ -1,4 +1,4 @@
-"""The side of a split, training or held out, of each row. Rows that share something are on one side."""
+"""Side of each row in a split: training or held out. Rows that share something are on one side."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 CONTENT_FIELD = "content_sha256"
-"""Field of a row beside its text: the hash of the file that the text describes."""
+"""Field of a row besides its text: the hash of the file that the text describes."""
 
 
 def side_keys(keys: Sequence[int], sources: Sequence[Hashable] = ()) -> list[int]:
-    """Return a key that decides the side of each row: one side for rows of the same words, and of the same source.
+    """Return a key that decides the side of each row: one side for rows with the same words, and with the same source.
 
-    ``keys`` are `split_key` of each text, and ``sources`` what it belongs to, such as its picture; empty: nothing. Rows
-    joined through others are on one side too. A group of rows of the same words stays on their side, so that it depends
-    on nothing else. Other groups are on the side of a hash of their smallest words.
+    ``keys`` are the `split_key` of each text, and ``sources`` the item that it belongs to, such as its picture. Empty:
+    none. Rows connected through others are on one side too. A group of rows that all have the same words keeps the side
+    of these words, so that it depends on nothing else. Other groups are on the side of a hash of their smallest words.
     """
     numbers: dict[Hashable, int] = {}
     source_of_row = [numbers.setdefault(source, len(numbers)) for source in sources]
@@ -30,7 +30,7 @@ def side_keys(keys: Sequence[int], sources: Sequence[Hashable] = ()) -> list[int
     _, first, group_of_word, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
     chosen = words[first].tolist()
     for group in np.flatnonzero(sizes > 1).tolist():
-        # The smallest of five is below a fraction five times as often as one: its hash is not.
+        # The smallest of five keys is below a bound about five times as often as a single one. Its hash is not.
         chosen[group] = int.from_bytes(hashlib.sha256(chosen[group].to_bytes(4, "big")).digest()[:4], "big")
     return (np.array(chosen, np.uint64)[group_of_word[word_of_row]] << np.uint64(32)).tolist()
 

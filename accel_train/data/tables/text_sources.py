@@ -47,7 +47,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def has_saved_splits(folder: Path) -> bool:
-    """Return True for a saved dataset of several splits, of which one is to be named."""
+    """Return True for a saved dataset with several splits, one of which must be named."""
     return (folder / "dataset_dict.json").is_file()
 
 
@@ -108,12 +108,12 @@ def _csv_table(file: Path, texts: Sequence[str]) -> Any:
 
     # A quoted cell may hold line breaks, and one at the end of a piece that pyarrow reads must not end its row.
     parsing = csv.ParseOptions(newlines_in_values=True)
-    # Without a type, a column of numbers or dates is none of texts.
+    # Without a given type, a column of numbers or dates would not be text.
     converting = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
     rows: Any = csv.read_csv(file, parse_options=parsing, convert_options=converting)
     functions: Any = compute
     for number, name in enumerate(rows.column_names):
-        # A column that no row fills is null, as one without a type is.
+        # A column without any value becomes null, as it would without a given type.
         if name in texts and not functions.any(functions.not_equal(rows[name], "")).as_py():
             rows = rows.set_column(number, name, pyarrow.nulls(len(rows)))
     return rows
@@ -128,15 +128,15 @@ def content_key(text: str) -> bytes:
 
 
 def split_key(text: str) -> int:
-    """Return 64 bits that tell the side of a text, and whether it repeats another.
+    """Return 64 bits that decide the side of a text, and show if it repeats another.
 
     The upper half hashes the words, as `content_key`: texts that differ in signs alone are on the same side. The lower
-    half hashes the signs as well, and combining marks, in which words of Hindi or Thai differ: texts repeat each other
+    half also hashes the signs and the combining marks, in which words of Hindi or Thai differ: texts repeat each other
     if they differ in case, space or punctuation at most.
     """
     pattern = ASCII_SIGNS
     if not text.isascii():
-        # An accent may be a character of its own, with the same looks.
+        # An accent may be a separate character that looks the same.
         text = unicodedata.normalize("NFC", text)
         pattern = _signs()
     signs = " ".join(pattern.findall(text.casefold())) or text
@@ -145,14 +145,14 @@ def split_key(text: str) -> int:
 
 
 def held_out_below(fraction: float) -> int:
-    """Return the bound below which `split_key` holds a text out, for a share of the texts."""
+    """Return the bound below which `split_key` holds a text out, for a ``fraction`` of the texts."""
     return math.ceil(fraction * 2**32) << 32
 
 
 MINUS_AND_NOT = r"-(?=\d)|(?<=\s)-(?=\s)|!(?==)|(?<!\w)!(?=[\w(])"
 """Hyphens and exclamation marks that are signs of formulas and code."""
 ASCII_SIGNS = re.compile(rf"(?:[\w#%@&*/\\$+<=>^`|~]|{MINUS_AND_NOT})+")
-"""Match in ASCII text what `_signs` matches, in half the time, because it has no ranges."""
+"""Matches the same in ASCII text as `_signs`, in half the time, because it has no ranges."""
 
 
 @cache
@@ -175,7 +175,7 @@ def characters_of(categories: str) -> str:
 
 
 def text_key(text: str) -> bytes:
-    """Hash a text but for its spaces. Texts that differ in a sign, as formulas and code do, have other keys."""
+    """Hash a text with runs of white space as one space. Texts that differ in a sign, as code does, differ in key."""
     return hashlib.sha256(" ".join(text.split()).encode("utf-8", "surrogatepass")).digest()
 
 

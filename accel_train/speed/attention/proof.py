@@ -95,8 +95,7 @@ def _sample_length(length: int) -> int:
 
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
-    """Return the relative errors of the forward and of the worst gradient. NaN for a result of another shape or
-    dtype."""
+    """Return the relative errors of the forward and of the worst gradient. NaN for a result that cannot be compared."""
     heads = min(needs.heads, 2)
     length = _sample_length(needs.length)
     # Three rows, one for each kind of mask in `_rows`.
@@ -199,8 +198,7 @@ def _step(attention: Attention, needs: AttentionNeeds) -> Callable[[], object]:
 
 
 def time_attention(attention: Attention, needs: AttentionNeeds, seconds: float = 0.5) -> float:
-    """Return median seconds of one forward and backward on the needed shapes. Measures for about `seconds`, at least
-    twice.
+    """Return median seconds of a forward and backward on the needed shapes. Measures for `seconds`, at least twice.
 
     Waits for the device.
     """

@@ -24,8 +24,7 @@ REPLACED = {
 }
 """Kernel names of other projects, refused with a pointer to the name used here."""
 OF_TRANSFORMERS = "eager"
-"""The attention code of a transformers model itself. Models of this package have none: their plain math is
-sdpa_math."""
+"""The attention that a transformers model itself defines. Models of this package use sdpa_math instead."""
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
 _WRONG_FUNCTION = (TypeError, ValueError)
 """Errors of a user's function with other arguments or shapes. `UsageError` is one of them."""
@@ -33,8 +32,7 @@ T = TypeVar("T")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Attend with torch's choice, in one call: tensors (B, H, N, D), `key_mask` (B, N) True where a key may be
-    attended.
+    """Attend with torch's choice: tensors (B, H, N, D), `key_mask` (B, N), True where a key may be attended.
 
     None means that no key is masked in any row. Models call `Attention.mask` once per forward instead and pass the
     result to every block. See `Attention` for masked rows and queries.

@@ -188,8 +188,7 @@ PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
     ("cuda", None, ("sdpa_flash", "sdpa_efficient", "sdpa")),
     ("any", None, ("sdpa",)),
 )
-"""Kernels of `auto`, in order. The first row that matches the device (major capability or type) and the mask
-applies."""
+"""Kernels of `auto`, in order. The first row that matches device (major capability or type) and mask applies."""
 
 
 def _importable(module: str) -> bool:

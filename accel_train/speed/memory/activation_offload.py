@@ -31,16 +31,14 @@ from accel_train.speed.options import ActivationCheckpointingConfig
 
 logger = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 20
-"""Smallest storage that is sent. The device copies a smaller one in about 20 us, which is as long as the host needs to
-launch the copy."""
+"""Smallest storage that is sent. A smaller copy takes about 20 us, no more than its launch takes the host."""
 BLOCKS_ON_DEVICE = 2
 
 
 def input_offload(
     config: ActivationCheckpointingConfig, device: torch.device, compile_mode: str
 ) -> InputOffload | None:
-    """Return the offload that the option requests, None if it is off. Raises ``UsageError`` where it is not
-    possible."""
+    """Return the requested offload, None if it is off. Raises ``UsageError`` where it is not possible."""
     if not config.offload:
         return None
     option = "activation_checkpointing.offload: true"
@@ -93,8 +91,7 @@ class InputOffload:
             return checkpoint(call, *leaves, use_reentrant=False)
 
     def _keep(self, leaves: Sequence[Any]) -> _Inputs:
-        """Keep the inputs of the next block, send those of the block before it, and free those of the one before
-        that."""
+        """Keep the inputs of the next block, send those of the block before, and free those of the one before that."""
         previous = self._newest()
         inputs = _Inputs(self._storages_of(leaves), self._newest)
         self._newest = weakref.ref(inputs)
@@ -109,8 +106,7 @@ class InputOffload:
         return inputs
 
     def _warn_once(self) -> None:
-        """Warn that a micro-batch is too small. Not an error: later ones, or those of other processes, may be
-        larger."""
+        """Warn that a micro-batch is too small. Not an error: later ones or those of other processes may be larger."""
         if self._has_warned:
             return
         self._has_warned = True

@@ -55,8 +55,7 @@ def gpu_index(device: torch.device) -> int:
 
 
 def _with_expandable_segments() -> str:
-    """Return the settings of the environment plus this one, because torch resets every setting a change does not
-    name."""
+    """Return the environment's settings plus this one, because torch resets all that a change does not name."""
     name = next((each for each in VARIABLES if os.environ.get(each)), VARIABLES[0])
     given = os.environ.get(name, "")
     parts = [part.strip() for part in given.split(",") if part.strip()]

@@ -88,8 +88,7 @@ class LossBalance:
     def update(
         self, coefficients: Mapping[str, float], sums: Tensor, weights: Mapping[str, Tensor], trained: Tensor | None
     ) -> None:
-        """Update the factors after a step that the host has not left out. ``sums`` are ``S_k``, (K,), in the order of
-        the coefficients.
+        """Update after a step that the host has not left out. ``sums`` are ``S_k``, (K,), in the coefficients' order.
 
         ``trained`` is 0 where the device leaves out the step, None if the host knows that it is trained.
         """

@@ -136,8 +136,7 @@ class Plateau:
         return Change(lower, windows, improvement)
 
     def _improvement(self, sums: Mapping[Kind, tuple[float, float]]) -> float | None:
-        """Return the mean relative improvement of a window's steps over the best. None if no kind of step has a best
-        yet."""
+        """Return the mean relative improvement of a window's steps over the best. None if there is no best yet."""
         compared = {kind: sums[kind] for kind in sums if kind in self._best}
         if not compared:
             return None

@@ -119,7 +119,7 @@ class Evidence:
         if self.quotient is None:
             return [self.totals, norm]
         quotient = self.quotient
-        # The kernel that reads them needs one dtype and device. Most weights have them already, so a check saves the
+        # The kernel that reads them needs one dtype and device. Most weights have them already, so the check saves the
         # call.
         if quotient.dtype != self.totals.dtype or quotient.device != self.totals.device:
             quotient = quotient.to(self.totals)
@@ -151,8 +151,7 @@ class Evidence:
         return Examined(values[-1], None)
 
     def _non_finite_samples(self) -> set[int]:
-        """Return the samples with a loss that is not finite. Without losses per sample, all samples of such a
-        micro-batch."""
+        """Return the samples with a non-finite loss. Without losses per sample, all samples of such a micro-batch."""
         # A wait for each term, which only a bad step costs.
         found: set[int] = set()
         for losses, rows in zip(self.losses, self.rows, strict=True):

@@ -90,5 +90,5 @@ def notices(directory: Path, rollbacks: Sequence[Rollback], data: str) -> list[s
         if one.concerns(data):
             lines.append(f"without {of_step}")
         else:
-            lines.append(f"{of_step} count in other data than these, of which nothing is left out for it")
+            lines.append(f"{of_step} refer to other data than these, so none of them is left out")
     return lines

@@ -20,8 +20,7 @@ TOLERANCE = 1e-5
 
 
 def one_pass_obstacle(device: torch.device, parameters: Iterable[Tensor]) -> str | None:
-    """Return why torch's kernel has to run instead, or None. Collective on a GPU: a failure on one process counts for
-    all.
+    """Return why torch's kernel has to run instead, or None. Collective on a GPU: one failure counts for all.
 
     Runs a few steps of both on ``device``, which compiles the kernel: a second, or milliseconds from Triton's cache.
     """
