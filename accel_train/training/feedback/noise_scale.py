@@ -95,8 +95,8 @@ class NoiseScale:
     def follow(self, result: StepResult, done: int, size: int, shards: Shards, accelerator: Accelerator) -> bool:
         """Count step ``done``, counted from 1, of ``size`` samples, after the optimizer's step. Collective.
 
-        Steps that were left out do not count. Returns True at the end of a window, where it waits for the device and
-        raises ``NonFiniteError`` if a step was bad.
+        Steps that were left out do not count. Returns True at the end of a window, where it waits for the device, and
+        raises ``NonFiniteError`` if a bad step ends the run.
         """
         guard = result.guard
         assert guard is not None, "a training loop has a guard"

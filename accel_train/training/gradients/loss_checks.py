@@ -111,8 +111,7 @@ def count_unweighted(result: StepResult) -> dict[str, Tensor]:
 
 
 def refuse_unweighted(counts: dict[str, float]) -> None:
-    """Remove the entries of ``count_unweighted`` from counts summed over processes. ``UsageError`` if one is above
-    0."""
+    """Pop the entries of ``count_unweighted`` from counts summed over processes. ``UsageError`` if one is above 0."""
     of_losses = counts.pop("lost_weights")
     of_weights = counts.pop("weighted_padding")
     why = "Such a sample only fills a micro-batch, or stands in for one that is left out"
