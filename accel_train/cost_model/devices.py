@@ -159,18 +159,18 @@ def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
     return Rated(name, times.rates_of(device, peak, gpus), origins, source)
 
 
-def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> Rated:
+def by_calibration(name: str, calibration: Calibration, precision: str, gpus: int) -> Rated:
     """Return measured rates. Raises ``UsageError`` if they are of another precision."""
-    machine = found.machine
+    machine = calibration.machine
     if machine.precision != precision:
         raise UsageError(
             f"device: {name}: measured in {machine.precision}, and the step is of precision {precision}: a calibration "
             f"of the same is required. Give --precision {machine.precision}, or measure: accel-train calibrate "
             f"--precision {precision}"
         )
-    figures = found.figures
-    links, how = _links(found)
-    share = _share(found, gpus)
+    figures = calibration.figures
+    links, how = _links(calibration)
+    share = _share(calibration, gpus)
     rates = Rates(
         products=figures.products.value * share,
         attention=figures.attention.value * share,
@@ -184,8 +184,8 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
     )
     shown = {"products": figures.products, "attention": figures.attention, "moved": figures.operators}
     shown |= {"copied": figures.transfer, "on_host": figures.adamw}
-    origins = {key: f"{rate(figure.value, figure.unit)}, {found.origin}" for key, figure in shown.items()}
-    origins["host"] = f"{1e6 / figures.host.value:.3g} us, {found.origin}"
+    origins = {key: f"{rate(figure.value, figure.unit)}, {calibration.origin}" for key, figure in shown.items()}
+    origins["host"] = f"{1e6 / figures.host.value:.3g} us, {calibration.origin}"
     if share < 1:
         # Transfers and host memory have other limits than cores.
         for key in ("products", "attention", "moved", "host"):
@@ -194,29 +194,29 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
     latencies = {kind: f"{link.latency_seconds * 1e6:.3g} us" for kind, link in links.items()}
     origins |= {"link": f"{_shown(bandwidths)}, {how}", "latency": f"{_shown(latencies)}, {how}"}
     source = (
-        f"rates {found.origin}: {machine.device}, {machine.precision}, {machine.processes} process(es) of "
+        f"rates {calibration.origin}: {machine.device}, {machine.precision}, {machine.processes} process(es) of "
         f"{machine.threads} thread(s), torch {machine.torch}"
     )
-    return Rated(name, rates, origins, source, tuple(_notes(found, gpus)))
+    return Rated(name, rates, origins, source, tuple(_notes(calibration, gpus)))
 
 
-def _share(found: Calibration, processes: int) -> float:
+def _share(calibration: Calibration, processes: int) -> float:
     """Return the part of the measured rates that each of ``processes`` of a machine gets. They share a CPU's cores."""
-    if found.machine.device_type == "cpu":
-        return found.machine.share_of_cores(processes)
+    if calibration.machine.device_type == "cpu":
+        return calibration.machine.share_of_cores(processes)
     return 1.0
 
 
-def _links(found: Calibration) -> tuple[dict[str, Link], str]:
+def _links(calibration: Calibration) -> tuple[dict[str, Link], str]:
     """Return the measured links, or those of the rule for one process, and their origin."""
     links: dict[str, Link] = {}
-    for kind, figure in found.links.by_kind().items():
+    for kind, figure in calibration.links.by_kind().items():
         if figure.bytes_per_second is not None and figure.latency_seconds is not None:
             links[kind] = Link(figure.latency_seconds, figure.bytes_per_second)
     if links:
-        return links, found.origin
-    sheet = [device for device in DEVICES.values() if device.torch_name == found.machine.device]
-    bandwidth = found.figures.copy.value / COPIES
+        return links, calibration.origin
+    sheet = [device for device in DEVICES.values() if device.torch_name == calibration.machine.device]
+    bandwidth = calibration.figures.copy.value / COPIES
     how = f"{RULE}: a quarter of a copy"
     if sheet:
         bandwidth = sheet[0].link_gbs * 1e9 * LINK_SHARE
@@ -230,9 +230,10 @@ def _shown(by_kind: Mapping[str, str]) -> str:
     return values.pop() if len(values) == 1 else ", ".join(f"{kind} {value}" for kind, value in by_kind.items())
 
 
-def _notes(found: Calibration, gpus: int) -> list[str]:
+def _notes(calibration: Calibration, gpus: int) -> list[str]:
     notes: list[str] = []
-    processes = found.machine.processes
+    machine = calibration.machine
+    processes = machine.processes
     if processes == 1 < gpus:
         notes.append(
             f"measured with one process, so its links are by a rule, and {gpus} share its rate of host memory: "
@@ -240,16 +241,16 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
         )
     elif processes != gpus:
         notes.append(f"measured with {processes} processes at once, and used for {gpus}: their rates may differ")
-    share = _share(found, gpus)
+    share = _share(calibration, gpus)
     if share < 1:
         notes.append(
-            f"{gpus} processes of {found.machine.threads} thread(s) share {found.machine.cores} core(s), so each "
+            f"{gpus} processes of {machine.threads} thread(s) share {machine.cores} core(s), so each "
             f"computes at {share:.0%} of what was measured"
         )
-    machines = found.machine.num_machines
+    machines = machine.num_machines
     if machines > 1:
         notes.append(f"measured over {machines} machines, so its links are those between them")
-    noisy = found.noisy()
+    noisy = calibration.noisy()
     if noisy:
         notes.append(f"the machine was not quiet when measured: {', '.join(noisy)}")
     return notes

@@ -81,11 +81,11 @@ class Machines:
         network = self.network
         if network is None:
             return within
-        found = [
+        links = [
             self._over(network, kind, size, division, within)
             for division in self.divisions(size, stride, processes or size * stride)
         ]
-        return min(found, key=lambda link: (link.bytes_per_second, -link.latency_seconds))
+        return min(links, key=lambda link: (link.bytes_per_second, -link.latency_seconds))
 
     def _over(self, network: Network, kind: str, size: int, division: tuple[int, int], within: Link) -> Link:
         fewest, machines = division
@@ -102,13 +102,13 @@ class Machines:
 
     def divisions(self, size: int, stride: int, processes: int) -> set[tuple[int, int]]:
         """Return the distinct (fewest processes in one machine, number of machines) over all groups."""
-        found: set[tuple[int, int]] = set()
+        divisions: set[tuple[int, int]] = set()
         block = size * stride
         for first in range(0, processes, block):
             for rank in range(first, first + stride):
                 members = Counter(other // self.gpus for other in range(rank, rank + block, stride))
-                found.add((min(members.values()), len(members)))
-        return found
+                divisions.add((min(members.values()), len(members)))
+        return divisions
 
     def refuse_idle(self, numbers: Sequence[int]) -> None:
         """Raise ``UsageError`` for a link between machines if each of the numbers of processes is within one."""
@@ -152,14 +152,14 @@ class Machines:
 
     def as_json(self) -> dict[str, Any]:
         """Return the link's figures with their source."""
-        found: dict[str, Any] = {"gpus_per_machine": self.gpus, "link": self.name}
+        tree: dict[str, Any] = {"gpus_per_machine": self.gpus, "link": self.name}
         if self.network is not None:
-            found["bytes_per_second_of_each_gpu"] = self.network.bytes_per_second(self.gpus)
-            found |= {"share": LINK_SHARE, "step_seconds": self.network.step_seconds}
-            found |= {"inside_seconds": self.network.inside_seconds, "source": self.network.source}
-            found["tree_step_seconds"] = self.network.tree_step_seconds
-            found["tree_inside_seconds"] = self.network.tree_inside_seconds
-        return found
+            tree["bytes_per_second_of_each_gpu"] = self.network.bytes_per_second(self.gpus)
+            tree |= {"share": LINK_SHARE, "step_seconds": self.network.step_seconds}
+            tree |= {"inside_seconds": self.network.inside_seconds, "source": self.network.source}
+            tree["tree_step_seconds"] = self.network.tree_step_seconds
+            tree["tree_inside_seconds"] = self.network.tree_inside_seconds
+        return tree
 
 
 def machines_of(link: str | None, gpus: int) -> Machines:

@@ -67,9 +67,9 @@ class Scaling:
         if not compared:
             return None
         for point, following in itertools.pairwise(compared):
-            found = gain(point, following)
-            if found < PAYS:
-                return point, following, found
+            gained = gain(point, following)
+            if gained < PAYS:
+                return point, following, gained
         return compared[-1], None, math.nan
 
     def describe(self) -> str:

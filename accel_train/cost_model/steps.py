@@ -62,8 +62,8 @@ class Timing:
         processes = counted["processes"]
         self.machines.refuse(processes)
         device = rated(self.device, counted["precision"], min(processes, self.machines.gpus))
-        found = timed(counted, device, self.machines)
-        return replace(found, point=replace(found.point, is_another=is_another))
+        step = timed(counted, device, self.machines)
+        return replace(step, point=replace(step.point, is_another=is_another))
 
 
 def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:

@@ -49,16 +49,16 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     budget = replace(budget_of(options), on_cpu=on_cpu)
     measure = _reporting(simulator, budget, device.rates)
     chains = search(space, options.goal, budget, measure)
-    found = make_plan(recipe, options.goal, space, budget, chains, config)
-    found = without_needless_checkpointing(found, measure)
-    text = report.describe(found, named, explain=options.explain)
+    planned = make_plan(recipe, options.goal, space, budget, chains, config)
+    planned = without_needless_checkpointing(planned, measure)
+    text = report.describe(planned, named, explain=options.explain)
     if options.as_json:
-        text = json.dumps(report.as_json(found, named), indent=2)
+        text = json.dumps(report.as_json(planned, named), indent=2)
     if options.write is None:
         return text
     command = shlex.join(["accel-train", "plan", recipe, *arguments, *_flags(options)])
     try:
-        launch, preset = writing.write(options.write, command, found.chosen.candidate, options.gpus, loaded)
+        launch, preset = writing.write(options.write, command, planned.chosen.candidate, options.gpus, loaded)
     except UsageError:
         # The plan itself is found, and its search may have taken minutes.
         print(text, flush=True)

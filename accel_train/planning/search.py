@@ -30,18 +30,18 @@ Measure = Callable[[Candidate], Probe]
 
 def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[Chain]:
     """Simulate as few candidates as the goal needs."""
-    found: list[Chain] = []
+    chains: list[Chain] = []
     # Modes run from the fastest to the smallest, so that what is found early rules later ones out unsimulated.
     for strategy in space.strategies:
         slower = None
         if strategy in OFFLOADS:
-            slower = left_out(strategy, space, goal, budget, found, best(found, goal, budget))
+            slower = left_out(strategy, space, goal, budget, chains, best(chains, goal, budget))
         for mode in space.modes:
             chain = Chain(strategy, mode, left_out=slower)
             if slower is None:
-                chain = _search_chain(space, goal, budget, measure, found, (strategy, mode))
-            found.append(chain)
-    return found
+                chain = _search_chain(space, goal, budget, measure, chains, (strategy, mode))
+            chains.append(chain)
+    return chains
 
 
 def _search_chain(
@@ -250,9 +250,9 @@ class FewestBlocks:
         if end.fits(self.budget):
             return end
         ends = Point(0, whole), Point(most, end)
-        found = _towards_the_limit(range(most), self.budget, keep, ends)
+        probes = _towards_the_limit(range(most), self.budget, keep, ends)
         fitting = [whole]
-        fitting += [probe for probe in found if probe.fits(self.budget)]
+        fitting += [probe for probe in probes if probe.fits(self.budget)]
         # Each has fewer checkpointed blocks than the one before.
         return fitting[-1]
 

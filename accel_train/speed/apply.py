@@ -112,11 +112,11 @@ def apply_speed_options(
         needs = replace(needs, compiled=options.compile.mode != "off")
     if needs is None and library_parts(model):
         compiled_blocks = options.compile.mode != "off"
-        found = apply_library_attention(
+        applied = apply_library_attention(
             model, options.attention, device, dtype_of(precision), example, compiled=compiled_blocks
         )
-        attention = found.notice
-        facts: dict[str, Any] = {"attention": found.name, "attention_kernels": found.kernels}
+        attention = applied.notice
+        facts: dict[str, Any] = {"attention": applied.name, "attention_kernels": applied.kernels}
     else:
         attention, facts = _attention(model, needs, options.attention)
     # float8 replaces the linear layers, checkpointing wraps their forwards, and compilation traces the result.

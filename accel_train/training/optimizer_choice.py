@@ -145,15 +145,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Import the class of ``module:Class``. Raises ``UsageError`` unless it is an optimizer the loop can use."""
     module, _, attribute = name.partition(":")
     try:
-        found: Any = getattr(import_module(module), attribute)
+        imported: Any = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"optimizer.name: {name}: cannot be imported ({error}); give module:Class, where the module is installed "
             "or lies on PYTHONPATH"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)):
         raise UsageError(f"optimizer.name: {name}: is no torch.optim.Optimizer, which is required; name such a class")
-    return found
+    return imported
 
 
 def averages_weights(optimizer: object) -> bool:

@@ -26,8 +26,8 @@ def parameter_groups(
     trainable = _trainable(model)
     part_of = _part_of_each(trainable, freezable)
     factor_of = _factor_of_each(trainable, config.lr_factors)
-    found = kinds(model, muon=config.name == "muon")
-    kind_of: dict[str, Kind] = {name: found[id(parameter)] for name, parameter in trainable.items()}
+    kind_of_id = kinds(model, muon=config.name == "muon")
+    kind_of: dict[str, Kind] = {name: kind_of_id[id(parameter)] for name, parameter in trainable.items()}
     spared = _spared(kind_of, config)
     members: dict[_Key, list[nn.Parameter]] = {}
     for name, parameter in trainable.items():

@@ -46,7 +46,7 @@ def kinds(model: nn.Module, *, muon: bool) -> dict[int, Kind]:
     """
     blocks = _blocks(model) if muon else {}
     conservative_first: list[Kind] = ["no_decay", "decay", "muon"]
-    found: dict[int, Kind] = {}
+    kind_of: dict[int, Kind] = {}
     # A module shared by two paths counts under both: one may be inside a block and the other not.
     for path, owner in model.named_modules(remove_duplicate=False):
         for parameter in owner.parameters(recurse=False):
@@ -55,9 +55,9 @@ def kinds(model: nn.Module, *, muon: bool) -> dict[int, Kind]:
                 kind = "decay"
                 if parameter.ndim == 2 and _is_hidden(path, blocks):
                     kind = "muon"
-            other = found.get(id(parameter), kind)
-            found[id(parameter)] = min(kind, other, key=conservative_first.index)
-    return found
+            other = kind_of.get(id(parameter), kind)
+            kind_of[id(parameter)] = min(kind, other, key=conservative_first.index)
+    return kind_of
 
 
 def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
@@ -186,11 +186,11 @@ _PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionar
 
 def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a prepared module. Raises ``TypeError`` for an unprepared one."""
-    found = _PARAMETERS.get(model)
-    if found is None:
+    parameters = _PARAMETERS.get(model)
+    if parameters is None:
         require_prepared(accelerator, model)
-        found = _PARAMETERS[model] = list(model.parameters())
-    return found
+        parameters = _PARAMETERS[model] = list(model.parameters())
+    return parameters
 
 
 def local_of(tensor: Tensor) -> Tensor:

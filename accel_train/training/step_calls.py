@@ -155,12 +155,12 @@ class StepCalls:
         Such a rate has no effect, because the next step sets its own. A log line would show it nevertheless.
         """
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        found = [group["lr"] for group in groups]
-        if found != self._rates:
+        rates = [group["lr"] for group in groups]
+        if rates != self._rates:
             # If no step was seen, as under ZeRO, the rates used are those of set_learning_rate, if it was called.
             factor = getattr(self._optimizer, _FACTOR, None)
             used = self._rates or ([] if factor is None else [group["base_lr"] * factor for group in groups])
-            for group, now, before in zip(groups, found, used, strict=False):
+            for group, now, before in zip(groups, rates, used, strict=False):
                 # A group may be frozen for the coming step already.
                 if now != before and not group["frozen"]:
                     _refuse_scheduler(step, f"the learning rate {before:g} of this step has become {now:g}")
@@ -245,7 +245,7 @@ _LEFTOVERS: WeakKeyDictionary[nn.Module, Leftovers] = WeakKeyDictionary()
 
 def leftovers_of(model: nn.Module) -> Leftovers:
     """Return the ``Leftovers`` of a model, shared by all its windows."""
-    found = _LEFTOVERS.get(model)
-    if found is None:
-        found = _LEFTOVERS[model] = Leftovers()
-    return found
+    leftovers = _LEFTOVERS.get(model)
+    if leftovers is None:
+        leftovers = _LEFTOVERS[model] = Leftovers()
+    return leftovers

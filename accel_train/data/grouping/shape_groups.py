@@ -81,26 +81,26 @@ def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], pl
 
     Each further piece goes to the group whose largest piece costs most.
     """
-    found = list(parts)
+    counts = list(parts)
     waiting: list[tuple[int, int]] = []
 
     def put(group: int) -> None:
         # A group of single samples cannot be divided.
-        if found[group] >= sizes[group]:
+        if counts[group] >= sizes[group]:
             return
-        largest_piece = math.ceil(sizes[group] / found[group])
+        largest_piece = math.ceil(sizes[group] / counts[group])
         # heapq pops the smallest first, so the cost is negated.
         heapq.heappush(waiting, (-costs[group] * largest_piece, group))
 
-    for group in range(len(found)):
+    for group in range(len(counts)):
         put(group)
-    for _ in range(places - sum(found)):
+    for _ in range(places - sum(counts)):
         if not waiting:
             break
         _, group = heapq.heappop(waiting)
-        found[group] += 1
+        counts[group] += 1
         put(group)
-    return found
+    return counts
 
 
 def shape_groups(dataset: object, samples: int) -> ShapeGroups | None:

@@ -97,10 +97,10 @@ class FileRows:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Blocks with the rows. Reads the footers of tables, and all of JSONL and text, once."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         for number, file in enumerate(self.files):
-            found += [Block(number, *numbers) for numbers in self._index(file)]
-        return tuple(block for block in found if block.rows > 0)
+            blocks += [Block(number, *numbers) for numbers in self._index(file)]
+        return tuple(block for block in blocks if block.rows > 0)
 
     @property
     def rows(self) -> Sequence[int]:

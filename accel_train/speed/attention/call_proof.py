@@ -101,14 +101,14 @@ def _errors(
     """Return the relative errors of the forward and of the worst gradient."""
     inputs = _drawn(call, device)
     exact = in_fp64(reference.attend, *inputs)
-    found = _attend(call, inputs, device, dtype)
-    if found.shape != exact.shape or not bool(found.isfinite().all()):
+    result = _attend(call, inputs, device, dtype)
+    if result.shape != exact.shape or not bool(result.isfinite().all()):
         return float("nan"), float("nan")
     valid = _with_keys(reference.mask, exact)
-    forward = relative_error(((found.double() - exact) * valid).detach(), exact.detach())
+    forward = relative_error(((result.double() - exact) * valid).detach(), exact.detach())
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(exact.shape, generator=generator).to(device) * valid
-    return forward, gradient_error(found, exact, inputs, weights)
+    return forward, gradient_error(result, exact, inputs, weights)
 
 
 def _attend(call: AttentionCall, inputs: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:

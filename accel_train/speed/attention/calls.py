@@ -188,17 +188,17 @@ def _call(
 
 def kernels_allowed() -> tuple[str, ...]:
     """Return the kernels that torch may choose from at this point, by the names of the table."""
-    found: list[str] = []
+    allowed: list[str] = []
     settings = torch.backends.cuda  # of every device, in spite of the name
     if settings.flash_sdp_enabled():
-        found.append("sdpa_flash")
+        allowed.append("sdpa_flash")
     if settings.mem_efficient_sdp_enabled():
-        found.append("sdpa_efficient")
+        allowed.append("sdpa_efficient")
     if settings.math_sdp_enabled():
-        found.append("sdpa_math")
+        allowed.append("sdpa_math")
     if settings.cudnn_sdp_enabled():
-        found.append("sdpa_cudnn")
-    return tuple(found)
+        allowed.append("sdpa_cudnn")
+    return tuple(allowed)
 
 
 def in_fp64(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

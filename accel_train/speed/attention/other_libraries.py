@@ -81,10 +81,10 @@ def library_parts(model: nn.Module) -> list[tuple[Library, Any]]:
     if hasattr(model, "set_attention_backend"):
         # Each attention module of diffusers has the method too, and only a model has blocks of them.
         return [("diffusers", model)]
-    found: list[tuple[Library, Any]] = []
+    parts: list[tuple[Library, Any]] = []
     for child in model.children():
-        found.extend(library_parts(child))
-    return found
+        parts.extend(library_parts(child))
+    return parts
 
 
 def apply_library_attention(

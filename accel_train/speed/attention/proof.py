@@ -121,10 +121,10 @@ def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], w
     ``weights`` is the gradient of the result.
     """
     weights = weights.to(result.dtype)  # the same rounded weights for both
-    found = torch.autograd.grad(result, inputs, weights)
+    gradients = torch.autograd.grad(result, inputs, weights)
     exact = torch.autograd.grad(expected, inputs, weights.double())
     errors: list[float] = []
-    for gradient, wanted in zip(found, exact, strict=True):
+    for gradient, wanted in zip(gradients, exact, strict=True):
         difference = gradient.double() - wanted
         errors.append(relative_error(difference, wanted))
     return largest(errors)

@@ -124,16 +124,16 @@ def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, faile
     """Return the first kernel proven on every process. The notice names the failed ones, and where they failed."""
     failed = list(failed)
     for name in names:
-        found = None
+        proven = None
         problem = ""
         try:
-            found = _proven(name, needs, why)
+            proven = _proven(name, needs, why)
         except (*_CANNOT_RUN, UsageError) as error:
             problem = _failure(name, error)
         # Gathered even if it failed here, because the other processes are in the same collective.
         problems = [words for words in _gather(problem) if words]
-        if found is not None and not problems:
-            attention, notice = found
+        if proven is not None and not problems:
+            attention, notice = proven
             return attention, "; ".join((notice, *failed))
         failed.append(shortened(problems, 1))
     raise UsageError(f"attention: nothing can run for {needs}: {'; '.join(failed)}")

@@ -133,9 +133,9 @@ class NoiseScale:
         # The weights of `exp_avg` sum to this, because it starts at 0.
         s, a, b = square / one, a / one, b / one**2
         mean = square_of_mean.to(s) / one**2
-        found = torch.stack([s - mean, a * mean - b * s, a - b]) / (a - b)
+        observation = torch.stack([s - mean, a * mean - b * s, a - b]) / (a - b)
         # The mean of a single gradient is that gradient, and tells nothing about its noise.
-        self._sums = self._sums.to(found) + torch.where(steps > 1, found, 0.0)
+        self._sums = self._sums.to(observation) + torch.where(steps > 1, observation, 0.0)
 
     def end_window(self) -> Window | None:
         """Return the window's measurement, None without an observation, and begin the next. Waits for the device."""

@@ -36,21 +36,21 @@ def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, flo
 
 
 def by_term(
-    found: Mapping[str, Tensor] | Tensor, kind: str, coefficients: Mapping[str, float], step: int
+    values: Mapping[str, Tensor] | Tensor, kind: str, coefficients: Mapping[str, float], step: int
 ) -> Mapping[str, Tensor]:
-    """Return ``found`` as a mapping from loss term to tensor. A single tensor stands for every term.
+    """Return ``values`` as a mapping from loss term to tensor. A single tensor stands for every term.
 
-    Raises ``UsageError`` for a term in only one of ``found`` and ``coefficients``. ``kind`` is a key of ``PLACES``.
+    Raises ``UsageError`` for a term in only one of ``values`` and ``coefficients``. ``kind`` is a key of ``PLACES``.
     """
-    if isinstance(found, Tensor):
-        return dict.fromkeys(coefficients, found)
-    for name in sorted(found.keys() ^ coefficients.keys()):
-        present, absent = (kind, "coefficients") if name in found else ("coefficients", kind)
+    if isinstance(values, Tensor):
+        return dict.fromkeys(coefficients, values)
+    for name in sorted(values.keys() ^ coefficients.keys()):
+        present, absent = (kind, "coefficients") if name in values else ("coefficients", kind)
         raise UsageError(
             f"loss term {name!r} (step {step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; "
             "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
         )
-    return found
+    return values
 
 
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:

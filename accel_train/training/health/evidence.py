@@ -153,7 +153,7 @@ class Evidence:
     def _non_finite_samples(self) -> set[int]:
         """Return the samples with a non-finite loss. Without losses per sample, all samples of such a micro-batch."""
         # A wait for each term, which only a bad step costs.
-        found: set[int] = set()
+        bad_samples: set[int] = set()
         for losses, rows in zip(self.losses, self.rows, strict=True):
             if "sample" in rows:
                 samples = rows["sample"]
@@ -161,15 +161,15 @@ class Evidence:
                     is_bad = ~loss.isfinite()
                     if loss.shape != samples.shape:
                         is_bad = is_bad.any().expand_as(samples)
-                    found.update(samples[is_bad].tolist())
-        return found
+                    bad_samples.update(samples[is_bad].tolist())
+        return bad_samples
 
     def _all_samples(self) -> set[int]:
-        found: set[int] = set()
+        samples: set[int] = set()
         for rows in self.rows:
             if "sample" in rows:
-                found.update(rows["sample"].tolist())
-        return found
+                samples.update(rows["sample"].tolist())
+        return samples
 
     def _bad(self, reason: Reason, values: Sequence[float], suspects: set[int]) -> BadStep:
         # Not strict: the norm stands behind the sums.
@@ -192,5 +192,5 @@ def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "sample" not in inputs:
         return {}
     shape = inputs["sample"].shape
-    found: dict[str, Any] = dict(inputs)  # a recipe may pass on anything
-    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.shape == shape}
+    fields: dict[str, Any] = dict(inputs)  # a recipe may pass on anything
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor) and value.shape == shape}

@@ -179,14 +179,14 @@ class HangWatch:
     def _answers(self, read: Callable[[Path], T | None]) -> list[T]:
         """Return the answers of the processes that found the same hang, by process number."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        found: dict[int, T] = {}
+        answers: dict[int, T] = {}
         while True:
-            for process in {*range(self._processes)} - found.keys():
+            for process in {*range(self._processes)} - answers.keys():
                 answer = read(self._file(process))
                 if answer is not None:
-                    found[process] = answer
-            if len(found) == self._processes or time.monotonic() > deadline or self._ended.wait(0.1):
-                return [found[process] for process in sorted(found)]
+                    answers[process] = answer
+            if len(answers) == self._processes or time.monotonic() > deadline or self._ended.wait(0.1):
+                return [answers[process] for process in sorted(answers)]
 
     def _file(self, process: int) -> Path:
         return self._logs / f"hang_{process}.json"
@@ -195,24 +195,24 @@ class HangWatch:
         return f"  stacks of all threads: {self._logs}/rank_N.log; --health.hang_seconds sets the time"
 
 
-def _found(file: Path, oldest: float) -> Mapping[str, Any]:
+def _content_of(file: Path, oldest: float) -> Mapping[str, Any]:
     """Read the hang file of a process. Returns an empty mapping if it is unreadable or from an earlier hang."""
     try:
-        found: Mapping[str, Any] = strict_json.read_object(file, MAX_BYTES)
-        return found if float(found["time"]) >= oldest else {}
+        content: Mapping[str, Any] = strict_json.read_object(file, MAX_BYTES)
+        return content if float(content["time"]) >= oldest else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def _read(file: Path, oldest: float) -> Place | None:
-    found = _found(file, oldest)
-    if not found.keys() >= set(Place._fields):
+    content = _content_of(file, oldest)
+    if not content.keys() >= set(Place._fields):
         return None
-    return Place(*(found[name] for name in Place._fields))
+    return Place(*(content[name] for name in Place._fields))
 
 
 def _read_collectives(file: Path, oldest: float) -> tuple[int, list[str]] | None:
-    found = _found(file, oldest)
-    if not found.get("collectives"):
+    content = _content_of(file, oldest)
+    if not content.get("collectives"):
         return None
-    return found["process"], found["collectives"]
+    return content["process"], content["collectives"]

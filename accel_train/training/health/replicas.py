@@ -70,18 +70,18 @@ class Difference(NamedTuple):
             "memory errors of that machine (nvidia-smi -q -d ECC; dmesg), for other versions of packages or drivers on "
             "it, and for code that changes weights on some processes only"
         )
-        found = f"the processes no longer hold the same weights: {names}: {who}.{mixed}"
+        finding = f"the processes no longer hold the same weights: {names}: {who}.{mixed}"
         kept = "Nothing is saved, and the newest checkpoint is as it was."
         again = "start the same command again to continue from the checkpoint"
         if self.is_everywhere:
             return (
-                f"{found} Nearly all tensors differ, as without a reduction of the gradients: the forward of the loop "
-                "must go through prepared.model, not through accelerator.unwrap_model(prepared.model) or the model "
-                f"that was prepared. {kept} If it does go through prepared.model, look for {causes}; correct it and "
-                f"{again}"
+                f"{finding} Nearly all tensors differ, as without a reduction of the gradients: the forward of the "
+                "loop must go through prepared.model, not through accelerator.unwrap_model(prepared.model) or the "
+                f"model that was prepared. {kept} If it does go through prepared.model, look for {causes}; correct it "
+                f"and {again}"
             )
         return (
-            f"{found} {kept} Look for {causes}; {again}. --health.check_replicas_every 0 trains on without this check"
+            f"{finding} {kept} Look for {causes}; {again}. --health.check_replicas_every 0 trains on without this check"
         )
 
     @property
@@ -112,13 +112,13 @@ def _sums(tensor: Tensor) -> list[Tensor]:
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64)
     rows = words.numel() // COLUMNS
-    found = [words[rows * COLUMNS :]]
+    sums = [words[rows * COLUMNS :]]
     if whole < data.numel():
-        found.append(data[whole:].long())
+        sums.append(data[whole:].long())
     if rows:
         table = words[: rows * COLUMNS].view(rows, COLUMNS)
-        found += [table.sum(0), table.sum(1)]
-    return found
+        sums += [table.sum(0), table.sum(1)]
+    return sums
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -150,8 +150,8 @@ class Replicas:
         if self._zero:
             return {name: parameter.data for name, parameter in weights.parameters.items()}
         # Looked up in every check, because FSDP2 may replace the tensors behind the names.
-        found = {name: weights.master(name) for name in weights.parameters}
-        return found | {f"EMA of {name}": shard for name, shard in self._ema.averages.items()}
+        tensors = {name: weights.master(name) for name in weights.parameters}
+        return tensors | {f"EMA of {name}": shard for name, shard in self._ema.averages.items()}
 
     def _place(self) -> int:
         """Return a number that identifies this process's part of the weights. Equal numbers mean the same part."""
@@ -176,9 +176,9 @@ class Replicas:
         # Processes with the same part have the same sum.
         if len({(place, total) for place, total in rows}) == len(set(places)):
             return None
-        found: list[tuple[str, str]] = [("", "")] * self._accelerator.num_processes
-        torch.distributed.all_gather_object(found, (socket.gethostname(), _model_of(device)))
-        return compare(list(tensors), places, self._gather(sums), found)
+        machines: list[tuple[str, str]] = [("", "")] * self._accelerator.num_processes
+        torch.distributed.all_gather_object(machines, (socket.gethostname(), _model_of(device)))
+        return compare(list(tensors), places, self._gather(sums), machines)
 
     def _gather(self, row: Tensor) -> list[list[int]]:
         gathered: Tensor = self._accelerator.gather(row[None])  # pyright: ignore[reportAssignmentType]
@@ -198,10 +198,10 @@ def compare(
     for column, name in enumerate(names):
         sums = [row[column] for row in rows]
         unlike = [_unlike(group, sums) for group in groups.values()]
-        found = {process for each, _ in unlike for process in each}
-        if found:
+        differing = {process for each, _ in unlike for process in each}
+        if differing:
             parameters.append(name)
-            processes |= found
+            processes |= differing
             has_majority = has_majority and all(clear for _, clear in unlike)
     hosts, devices = zip(*machines, strict=True)
     return Difference(parameters, sorted(processes), has_majority, list(hosts), list(devices), len(names))

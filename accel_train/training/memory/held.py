@@ -67,7 +67,7 @@ def held_gradients(shards: Shards, device: torch.device) -> Held:
 
 def count(categories: Mapping[str, Iterable[Tensor]], device: torch.device) -> Held:
     """Count the storages of each category that no earlier one has."""
-    found = Held()
+    counted = Held()
     seen: set[int] = set()
     for category, tensors in categories.items():
         for tensor in plain(tensors):
@@ -76,9 +76,9 @@ def count(categories: Mapping[str, Iterable[Tensor]], device: torch.device) -> H
             if storage._cdata in seen or not storage.nbytes():
                 continue
             seen.add(storage._cdata)
-            place = found.device if tensor.device.type == device.type else found.host
+            place = counted.device if tensor.device.type == device.type else counted.host
             place[category] = place.get(category, 0) + storage.nbytes()
-    return found
+    return counted
 
 
 def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -44,10 +44,10 @@ class _Tensors(NamedTuple):
 
     def columns(self, averages: Mapping[Tensor, Tensor]) -> list[list[Tensor]]:
         """Return this rank's shards that one pass reads: four lists, and the averages if there are any."""
-        found: list[list[Any]] = [self.parameters, self.gradients, self.means, self.squares]
+        columns: list[list[Any]] = [self.parameters, self.gradients, self.means, self.squares]
         if averages:
-            found.append([averages[parameter] for parameter in self.parameters])
-        return [[local_of(tensor) for tensor in column] for column in found]
+            columns.append([averages[parameter] for parameter in self.parameters])
+        return [[local_of(tensor) for tensor in column] for column in columns]
 
     def update_by_torch(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Run torch's kernel."""
@@ -190,10 +190,10 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _attribute(self, name: str, device: torch.device) -> Tensor | None:
         """Return the tensor that the step guard or a loss scaler has set, if any."""
-        found: Tensor | None = getattr(self, name, None)
-        if found is None:
+        tensor: Tensor | None = getattr(self, name, None)
+        if tensor is None:
             return None
-        return found.to(device, non_blocking=True)
+        return tensor.to(device, non_blocking=True)
 
     def _counts_of(self, number: int, states: Sequence[State]) -> _Counts:
         counts = self._counts.get(number)

@@ -42,10 +42,10 @@ def one_pass_obstacle(device: torch.device, parameters: Iterable[Tensor]) -> str
 def _failure(device: torch.device) -> str | None:
     """Compare both kernels; return what failed, or None."""
     try:
-        found = [_run(device, one_pass=one_pass) for one_pass in (True, False)]
+        results = [_run(device, one_pass=one_pass) for one_pass in (True, False)]
     except Exception as error:  # of Triton, a C compiler or a driver, which raise anything
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         difference = float((one - other).norm() / other.norm())
         if not difference <= TOLERANCE:  # NaN fails as well
             return f"a trial differs from torch's kernel by {difference:.1e}, allowed is {TOLERANCE:.0e}"
