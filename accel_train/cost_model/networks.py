@@ -2,7 +2,7 @@
 
 A group within one machine takes the device's own link, as in a plan. Over M machines with m of its processes in each:
 
-    bandwidth = min(device link, m * share of the machine's ports for each GPU)
+    bandwidth = min(device link, m * LINK_SHARE of each GPU's part of the machine's ports)
     latency   = that within one machine + further steps
     further steps, to gather and to scatter, in a ring:     (M - 1) * (step between + (m - 1) * step within)
     further steps, to reduce and for all else, in a tree:   2 * (ceil(log2 M) * step between + (m - 1) * step within)

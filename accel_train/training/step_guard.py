@@ -299,7 +299,8 @@ class StepResult:
         return terms
 
     def fields(self) -> dict[str, float]:
-        """``loss``, ``loss_TERM``, ``balance_TERM``, ``grad_norm`` and, with a loss scale, ``overflows``, as numbers.
+        """``loss``, ``loss_TERM``, ``balance_TERM``, ``grad_norm``, and where counted ``overflows`` and
+        ``skipped_steps``.
 
         For log points: waits for the device. All ranks call it. Raises ``NonFiniteError`` where the guard has stopped
         the optimizer.
