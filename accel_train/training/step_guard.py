@@ -299,8 +299,7 @@ class StepResult:
         return terms
 
     def fields(self) -> dict[str, float]:
-        """``loss``, ``loss_TERM``, ``balance_TERM``, ``grad_norm``, and where counted ``overflows`` and
-        ``skipped_steps``.
+        """``loss``, ``loss_TERM``, ``balance_TERM``, ``grad_norm``; if counted, ``overflows`` and ``skipped_steps``.
 
         For log points: waits for the device. All ranks call it. Raises ``NonFiniteError`` where the guard has stopped
         the optimizer.
