@@ -1,1 +1,1 @@
-"""``accel-train calibrate``: rates of the present machine, measured, for the step time of a plan."""
+"""``accel-train calibrate``: measure the rates of this machine, from which a plan derives its step time."""

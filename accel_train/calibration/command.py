@@ -1,4 +1,4 @@
-"""``accel-train calibrate``: start a process for each device, or measure in those of a launcher."""
+"""``accel-train calibrate``: start one process per device, or measure in the processes of a launcher."""
 
 from __future__ import annotations
 

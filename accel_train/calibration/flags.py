@@ -16,12 +16,12 @@ DEFAULT_OUTPUT = "calibration.json"
 DEFAULT_SECONDS = 20.0
 STOPPED = "stopped; nothing was written"
 LAUNCHED = ("RANK", "WORLD_SIZE")
-"""Variables of a process started by torchrun or accelerate launch."""
+"""Environment variables set by torchrun and accelerate launch."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of the measurement itself, without those of the launch."""
+    """Flags of the measurement itself. Those of the launch are not among them."""
 
     output: Path
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -29,7 +29,7 @@ class Options:
     seconds: float = DEFAULT_SECONDS
 
     def words(self) -> list[str]:
-        """Return the flags of another process with the same options."""
+        """Return the command-line flags that give another process the same options."""
         precision = [] if self.precision is None else ["--precision", self.precision]
         return ["--output", str(self.output), "--seconds", f"{self.seconds:g}", *precision]
 
@@ -48,16 +48,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the options. Raises ``UsageError``."""
+    """Build the options from parsed flags. Raises ``UsageError`` for a bad value or an unusable output."""
     seconds = arguments.seconds
-    # NaN is no number above 0 either.
+    # The comparison is False for NaN as well.
     if not 0 < seconds < math.inf:
         raise UsageError(f"seconds: {seconds:g}: a number above 0 is required; give --seconds {DEFAULT_SECONDS:g}")
     return Options(_output(arguments.output), arguments.precision, seconds)
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Return True in a process of a launcher, which measures with the others that it started."""
+    """Return True if a launcher started this process, which then measures together with its other processes."""
     return all(name in environment for name in LAUNCHED)
 
 
@@ -68,7 +68,7 @@ def _output(text: str) -> Path:
         raise UsageError(
             f"output: {path}: {folder} is no directory of yours; one is required. Make it, or give another"
         )
-    # Refused before the measurement. Another calibration may be replaced, and the writing looks whether it is one.
+    # Refused before the measurement. An older calibration may be replaced: that is checked when the file is written.
     if path.suffix != ".json":
         raise UsageError(f"output: {path}: a name that ends in .json is required, by which --device knows the file")
     refuse_unusable_folder(f"output: {path}", folder)

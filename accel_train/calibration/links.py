@@ -1,4 +1,4 @@
-"""Bandwidth and latency of collectives, fitted to their times over sizes."""
+"""Bandwidth and latency of collectives, fitted to their times at several sizes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ SIZES = {
     "cpu": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 25)),
     "cuda": tuple(2**power for power in (12, 16, 20, 22, 24, 26, 28)),
 }
-"""Bytes of the whole tensor, by type of device."""
+"""Sizes of the whole tensor in bytes, by device type."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A link fitted to measured times."""
+    """A link whose latency and bandwidth are fitted to measured times."""
 
     link: Link
     residual: float
-    """Root of the mean square of the relative errors."""
+    """Root mean square of the relative errors."""
 
 
 def fit(sent: Sequence[int], seconds: Sequence[float]) -> Fitted:
-    """Return the line ``latency + sent / bandwidth`` of least squares of the relative errors.
+    """Fit the line ``latency + sent / bandwidth`` by least squares of the relative errors.
 
-    Of relative ones, because the largest sizes take a thousand times as long as the smallest, and would decide alone.
+    The largest sizes take a thousand times as long as the smallest: with absolute errors they alone would decide.
+    Raises ``ValueError`` for fewer than two sizes, and for times that do not grow with the size.
     """
     # (latency + slope x - t) / t: a linear problem in 1 / t and x / t, whose target is 1.
     ones = [1 / t for t in seconds]
@@ -47,7 +48,7 @@ def fit(sent: Sequence[int], seconds: Sequence[float]) -> Fitted:
         raise ValueError("a line requires two sizes or more")
     latency = (a * bb - b * ab) / determinant
     slope = (b * aa - a * ab) / determinant
-    # No collective takes less than nothing: the best line through zero.
+    # A latency cannot be negative: take the best line through zero.
     if latency < 0:
         latency, slope = 0.0, b / bb
     if slope <= 0:
@@ -61,13 +62,13 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def time_links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, Mapping[int, Timed]]:
-    """Return the times of each kind of collective by the bytes that a process sends. All processes call it."""
+    """Time each kind of collective, by the bytes that a process sends. Collective: every process calls it."""
     processes = dist.get_world_size()
     found: dict[str, dict[int, Timed]] = {}
     for kind in LINKS:
         found[kind] = {}
         for size in SIZES[device.type]:
-            # Whole shards of fp32: gradients have it under DDP, and gathered weights differ in bytes alone.
+            # Whole shards of fp32, the type of DDP's gradients. Gathered weights differ in their bytes only.
             values = max(1, size // 4 // processes) * processes
             share = seconds / len(LINKS) / len(SIZES[device.type])
             times = _rounds(_collective(kind, values, processes, device), share, clock, device)
@@ -88,7 +89,7 @@ def _collective(kind: str, values: int, processes: int, device: torch.device) ->
 
 
 def _rounds(collective: Callable[[], object], seconds: float, clock: Clock, device: torch.device) -> Timed:
-    """Time a collective as often on every process as the slowest one has time for."""
+    """Time a collective. Every process runs as many rounds as the slowest one has time for."""
     collective()
     before = clock.read()
     for _ in range(WARM_UP):
@@ -108,7 +109,7 @@ def _rounds(collective: Callable[[], object], seconds: float, clock: Clock, devi
 
 
 def gather(times: Tensor) -> list[list[float]]:
-    """Return the values of every process. All processes call it, with as many values each."""
+    """Return the values of every process. Collective: each calls it with the same number of values."""
     if not dist.is_initialized():
         return [times.tolist()]
     every = [torch.empty_like(times) for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Measure the figures of this process, and with several processes those of all and of their links."""
+"""Measure the rates of this machine's devices and, with several processes, of the links between them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accel_train.cost_model.record import Calibration, Figure, Figures, LinkFigu
 from accel_train.precision import Precision, dtype_of
 
 LINKS_SHARE = 0.4
-"""Part of the time for collectives, with several processes."""
+"""Share of the time spent on collectives if there are several processes."""
 ONE_PROCESS = "not measured: one process; a plan for several takes a rule"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where to measure."""
+    """Device and precision to measure with, and how busy the system was."""
 
     device: torch.device
     precision: Precision
@@ -35,13 +35,13 @@ class Place:
 
 
 def measure(place: Place, seconds: float) -> Calibration:
-    """Return the figures of this machine. All processes call it, and get the same."""
+    """Measure this machine. Collective: every process calls it and gets the same calibration."""
     clock, clock_name = own_clock(place.device)
     several = dist.is_initialized()
     to_time = workloads(place.device, dtype_of(place.precision))
     share = seconds * (1 - LINKS_SHARE if several else 1) / len(to_time)
     figures = {name: _figure(workload, share, clock, place.device) for name, workload in to_time.items()}
-    # Collectives are sent by threads of their own.
+    # Collectives run in threads of their own, which only the wall clock sees.
     found = _links(place.device, seconds * LINKS_SHARE, wall_clock(place.device)) if several else _no_links()
     return Calibration(_machine(place, clock_name), Figures(**figures), Links(**found))
 
@@ -52,7 +52,7 @@ def _figure(workload: Workload, seconds: float, clock: Clock, device: torch.devi
     if dist.is_initialized():
         dist.barrier()
     times = time_rounds(workload.compute, seconds, clock)
-    # Processes have made different numbers of rounds, and exchange as many.
+    # Processes have run different numbers of rounds, but a gather needs as many values from each: pad with -1.
     padded = torch.full((MOST,), -1.0, dtype=torch.float64, device=device)
     padded[: len(times)] = torch.tensor(times, dtype=torch.float64)
     timed = summarize([[value for value in row if value >= 0] for row in links.gather(padded)])
@@ -75,7 +75,7 @@ def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, L
 
 
 def _link_figure(fitted: links.Fitted, times: Mapping[int, Timed], how: str) -> LinkFigure:
-    """Return the figure of a fit to ``times`` by bytes sent."""
+    """Describe a fit to ``times``, whose keys are bytes sent."""
     return LinkFigure(
         latency_seconds=fitted.link.latency_seconds,
         bytes_per_second=fitted.link.bytes_per_second,
@@ -112,11 +112,11 @@ def _machine(place: Place, clock: str) -> Machine:
 
 
 def _num_machines() -> int:
-    """Return the number of machines, each of which has as many processes, by the launcher's variables."""
+    """Derive the number of machines from the launcher's variables. All have the same number of processes."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return math.ceil(dist.get_world_size() / here)
 
 
 def load_before() -> float:
-    """Return the system's load average of the last minute."""
+    """Return the system's load average over the last minute, to be read before the measurement."""
     return os.getloadavg()[0]

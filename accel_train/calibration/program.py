@@ -1,8 +1,8 @@
-"""A program: measure on this process's device, together with the other processes of its launcher.
+"""Program that measures on this process's device, together with the other processes of its launcher.
 
     torchrun --nproc_per_node 2 program.py --output FILE
 
-``accel-train calibrate`` starts it in the place of a recipe.
+``accel-train calibrate`` launches it as if it were a recipe.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options) -> int:
-    """Measure on this process's device. The main process prints the figures and writes the file."""
-    # Late: --help and wrong flags need no torch.
+    """Measure on this process's device and return the exit code. The main process prints and writes the result."""
+    # Imported late: --help and wrong flags need no torch.
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     if precision == "fp16" and device.type == "cpu":
         raise UsageError("precision: fp16: a GPU is required, and there is none; give --precision bf16 or fp32")
     load = measuring.load_before()
-    # The threads of a run decide its rates on a CPU.
+    # On a CPU the rates depend on the number of threads: use as many as a run would.
     threads = resolve_threads(device.type)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and is_launched(os.environ)
     if several:
@@ -61,7 +61,7 @@ def run(options: Options) -> int:
         torch.manual_seed(0)
         found = measuring.measure(measuring.Place(device, precision, load), options.seconds)
         if is_main:
-            # First, so that a disk that refuses the file loses no measurement.
+            # Printed first, so that the measurement is not lost if the file cannot be written.
             print(f"{threads}\n{report.describe(found)}\n", flush=True)
             _write(options.output, found)
     finally:

@@ -1,4 +1,4 @@
-"""A calibration as text."""
+"""Text report of a calibration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from accel_train.cost_model.record import AGAIN, NOISY, Calibration, Figure, Lin
 
 
 def describe(calibration: Calibration) -> str:
-    """Return a line for each figure, with its spread and how it was measured."""
+    """Return one line per measured rate, with its spread and how it was measured."""
     machine = calibration.machine
     lines = [
         f"{machine.device} ({machine.device_type}), {machine.precision}, torch {machine.torch}",

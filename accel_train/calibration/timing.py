@@ -1,4 +1,4 @@
-"""Rounds of a measurement: warm-up, the time of each round, the median and the spread."""
+"""Timing of repeated work: warm-up, the time of each round, their median and spread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 WARM_UP = 2
 LEAST = 5
-"""Rounds of each measurement, however long they take."""
+"""Least number of rounds of a measurement, however long they take."""
 MOST = 1000
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time, read after the device has finished its work."""
+    """A clock that is read once the device has finished its queued work."""
 
     now: Callable[[], float] = time.perf_counter
     wait: Callable[[], None] = lambda: None
@@ -29,7 +29,7 @@ class Clock:
 
 
 def wall_clock(device: torch.device) -> Clock:
-    """Return the clock of a device that others may keep waiting."""
+    """Return a wall clock, which also counts the time spent waiting for other processes and threads."""
     if device.type == "cuda":
         return Clock(wait=lambda: torch.cuda.synchronize(device))
     return Clock()
@@ -38,8 +38,8 @@ def wall_clock(device: torch.device) -> Clock:
 def own_clock(device: torch.device) -> tuple[Clock, str]:
     """Return the clock for computation, and its name.
 
-    On a CPU with one thread it is the thread's own, which stands still while another program has the core. Of several
-    threads one waits for the others asleep, and only the wall clock sees that.
+    On a CPU with one thread it is the thread's own clock, which stops while another program has the core. With several
+    threads, the calling one sleeps while it waits for the others, and only the wall clock counts that.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return Clock(now=time.thread_time), "thread"
@@ -49,7 +49,7 @@ def own_clock(device: torch.device) -> tuple[Clock, str]:
 def time_rounds(
     work: Callable[[], object], seconds: float, clock: Clock, wall: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return the time of each call of ``work``: at least ``LEAST`` calls, and more until ``seconds`` are over."""
+    """Time each call of ``work`` after a warm-up, until ``seconds`` are over: ``LEAST`` to ``MOST`` calls."""
     began = wall()
     for _ in range(WARM_UP):
         work()
@@ -65,17 +65,17 @@ def time_rounds(
 
 @dataclass(frozen=True)
 class Timed:
-    """Rounds of one measurement, of the slowest process."""
+    """Summary of the slowest process's rounds of one measurement."""
 
     seconds: float
-    """Median of a round."""
+    """Median time of a round."""
     spread: float
-    """Distance of the quartiles over the median."""
+    """Interquartile range over the median."""
     rounds: int
 
 
 def summarize(by_process: Sequence[Sequence[float]]) -> Timed:
-    """Return the slowest process's rounds: a step waits for it."""
+    """Summarize the rounds of the slowest process, the one that a step waits for."""
     slowest = max(by_process, key=statistics.median)
     median = statistics.median(slowest)
     low, _, high = statistics.quantiles(slowest, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""What is timed: pieces of a transformer's step, each counted in the units of the model of time."""
+"""Timed workloads: pieces of a transformer's training step, each counted in the units of the cost model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Compute = Callable[[], object]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the transformer that stands for those to plan."""
+    """Sizes of the transformer that stands in for the models to be planned."""
 
     rows: int
     length: int
@@ -39,13 +39,13 @@ SHAPES = {
     "cpu": Shape(rows=8, length=128, width=256, heads=8, depth=2, copied_bytes=2**26),
     "cuda": Shape(rows=8, length=1024, width=2048, heads=16, depth=2, copied_bytes=2**28),
 }
-"""By type of device. A larger one would take a CPU seconds, a smaller one would not fill a GPU."""
+"""Shape by device type. A larger one would take a CPU seconds, a smaller one would not fill a GPU."""
 TINY = Shape(rows=2, length=8, width=32, heads=2, depth=8, copied_bytes=0)
-"""Shape whose operators are so small that only the host's time for each of them is left."""
+"""Shape whose operators are so small that only the host's launch overhead is left."""
 OPTIMIZED = 12
-"""Matrices of width x width in a block: queries, keys, values and projection, and 4 + 4 of the two layers behind."""
+"""Weights of a block in units of width x width: queries, keys, values and projection, and 4 + 4 for the MLP."""
 HOST_VALUES = 2**24
-"""Values that AdamW updates in host memory. With gradients and states 256 MiB, more than the caches of a CPU hold."""
+"""Values that AdamW updates in host memory: 256 MiB with gradients and states, more than a CPU's caches hold."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Workload:
     unit: str
     how: str
     amount: Callable[[Work], int]
-    """What of the counted work the time is divided by."""
+    """Part of the counted work that is divided by the time to give the rate."""
 
 
 def workloads(device: torch.device, dtype: torch.dtype) -> Mapping[str, Workload]:
-    """Return what to time, by the name of the figure."""
+    """Return the workloads to time, by the name of the rate that they measure."""
     shape = SHAPES[device.type]
     each = f"{shape.tokens} tokens, width {shape.width}"
     heads = f"{shape.rows} x {shape.length} tokens, {shape.heads} heads of {shape.width // shape.heads}"
@@ -113,7 +113,7 @@ def workloads(device: torch.device, dtype: torch.dtype) -> Mapping[str, Workload
 
 
 def count(compute: Compute) -> Work:
-    """Return the work of one call."""
+    """Count the work of one call."""
     counter = WorkCounter()
 
     class Counting(TorchDispatchMode):
@@ -130,12 +130,12 @@ def count(compute: Compute) -> Work:
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute:
-    """Return the products of ``depth`` blocks: each layer's forward, and the gradients of its input and weight."""
+    """Build the matrix products of ``depth`` blocks: forward, and the gradients of each layer's input and weight."""
     made = partial(torch.randn, device=device, dtype=dtype)
     w = shape.width
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
     of_a_block = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)]
-    # Operands of their own for each layer, as in a step: no product finds those of the one before it in a cache.
+    # Each layer has operands of its own, as in a real step, so that no product finds its operands in a cache.
     for columns, inner in of_a_block * shape.depth:
         layers.append((made(shape.tokens, inner), made(columns, inner), made(shape.tokens, columns)))
 
@@ -150,7 +150,7 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute:
 
 
 def attention(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute:
-    """Return attention of ``depth`` blocks, forward and backward."""
+    """Build the attention of ``depth`` blocks, forward and backward."""
     size = (shape.rows, shape.heads, shape.length, shape.width // shape.heads)
     made = partial(torch.randn, size, device=device, dtype=dtype)
     inputs = [[made(requires_grad=True) for _ in range(3)] for _ in range(shape.depth)]
@@ -165,21 +165,21 @@ def attention(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute
 
 
 def copying(shape: Shape, device: torch.device) -> Compute:
-    """Return a copy from one block of memory to another."""
+    """Build a copy between two buffers in device memory."""
     source = torch.ones(shape.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def transfer(shape: Shape, device: torch.device) -> Compute:
-    """Return a copy from host memory to the device, page-locked as DeepSpeed has it by default."""
+    """Build a copy from host memory to the device. The source is page-locked on a GPU, as is DeepSpeed's default."""
     source = torch.ones(shape.copied_bytes // 4, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def adamw_on_host(values: int) -> Compute:
-    """Return a step of AdamW in host memory, as of an offloaded optimizer."""
+    """Build an AdamW step in host memory, as an offloaded optimizer takes it."""
     weights = torch.zeros(values)
     weights.grad = torch.full_like(weights, 1e-3)
     optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
@@ -189,14 +189,14 @@ def adamw_on_host(values: int) -> Compute:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Compute as a run in this precision does."""
+    """Return the autocast context of a run in this precision. It does nothing in fp32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def operators(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute:
-    """Return a step of ``depth`` blocks without products and attention: forward, backward, clip, AdamW and EMA.
+    """Build a step of ``depth`` blocks without products and attention: forward, backward, clip, AdamW and EMA.
 
-    Tensors are put side by side where a layer would widen them, and summed where one would narrow them.
+    Where a layer would widen a tensor, copies of it are concatenated. Where it would narrow one, its parts are summed.
     """
     made = partial(torch.randn, device=device)
     inputs = made(shape.rows, shape.length, shape.width, requires_grad=True)
@@ -240,7 +240,7 @@ def _without_products(hidden: Tensor, modulation: Sequence[Tensor], shape: Shape
 
 
 class Block(nn.Module):
-    """A transformer block of modules, as models have them."""
+    """A transformer block built from modules, as in a real model."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Block(nn.Module):
 
 
 def small_operators(device: torch.device, dtype: torch.dtype) -> Compute:
-    """Return forward and backward of blocks so small that the host takes longer than their arithmetic."""
+    """Build forward and backward of blocks so small that the host takes longer than their arithmetic."""
     model = nn.Sequential(*(Block(TINY) for _ in range(TINY.depth))).to(device)
     parameters = list(model.parameters())
     inputs = torch.randn(TINY.rows, TINY.length, TINY.width, device=device)

@@ -1,4 +1,4 @@
-"""Baselines for a model of fields: persistence, the training mean and the best linear map."""
+"""Baselines for operator learning: persistence, the training mean and the best linear map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASELINES = ("training_mean", "persistence", "linear_fit")
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Ridge strengths relative to the mean square of the inputs."""
 STRONGER = (1.0, 10.0, 100.0, 1e3, 1e4)
-"""Strengths tried in turn while the last one is the best. The strongest leaves hardly more than 0 of the map."""
+"""Strengths tried in turn as long as the strongest so far is the best. The last one shrinks the map almost to 0."""
 MAX_TRAINING_ROWS = 8192
 MAX_FEATURES = 4096
 MIN_ROWS = 8
@@ -32,7 +32,7 @@ class Rows(Protocol):
 def nrmse(prediction: Tensor, target: Tensor, least: Tensor) -> Tensor:
     """Compute sqrt(mean((prediction - target)^2) / mean(target^2)) of each sample: (B, ...) -> (B,) or fewer.
 
-    As in the nRMSE of the model, targets of zeros are left out: those with a mean square of at most ``least``.
+    As in the model's nRMSE, zero targets are left out: those with a mean square of at most ``least``.
     """
     squared_error = (prediction - target).flatten(1) ** 2
     square = target.flatten(1) ** 2
@@ -41,17 +41,17 @@ def nrmse(prediction: Tensor, target: Tensor, least: Tensor) -> Tensor:
 
 
 def baselines(train: Rows, heldout: Rows, scale: Scale, *, same_fields: bool) -> dict[str, list[float]]:
-    """Score the baselines by nRMSE in physical units, averaged over the held-out rows with a size.
+    """Score the baselines by nRMSE in physical units, averaged over the held-out rows whose target is not zero.
 
-    Returns the nRMSE of all channels together, and behind it that of each one if there are several.
+    Returns the nRMSE of all channels together, followed by that of each channel if there are several.
 
     training_mean: the mean target of the training rows, point by point. persistence: the input unchanged, if
-    `same_fields` (the target is the input's own fields later on). linear_fit: ridge regression of the flattened target
-    on the flattened input, the parameters and 1, with the strength chosen on the last eighth of the training rows. It
-    is left out above 4096 inputs or outputs, where it would take minutes, and below 8 rows.
+    `same_fields` (the target is the input's fields at a later time). linear_fit: ridge regression of the flattened
+    target on the flattened input, the parameters and 1, with the strength chosen on the last eighth of the training
+    rows. It is left out above 4096 inputs or outputs, where it would take minutes, and below 8 rows.
 
-    Reads at most 8192 training rows, evenly chosen. The linear fit alone holds them at once, up to 0.6 GB. Runs in
-    float64 on one process. `scale` maps targets to physical units, in multiples of `Scale.unit`.
+    Reads at most 8192 training rows, evenly spaced. Only the linear fit holds them in memory together, up to 0.6 GB.
+    Runs in float64 on one process. `scale` maps targets to physical units, in multiples of `Scale.unit`.
     """
     shape = train.batch([0])["target"].shape[1:]
     mean, weights = _fit(train)
@@ -76,7 +76,7 @@ def baselines(train: Rows, heldout: Rows, scale: Scale, *, same_fields: bool) ->
 
 
 def _errors(prediction: Tensor, target: Tensor, scale: Scale) -> list[Tensor]:
-    """Return the ``nrmse`` of physical fields (B, C, H, W): of all channels, and of each one if there are several."""
+    """Return the ``nrmse`` of physical fields (B, C, H, W) over all channels, then per channel if there are several."""
     least = least_squares(scale, target)
     errors = [nrmse(prediction, target, least.mean())]
     if len(least) > 1:
@@ -86,10 +86,10 @@ def _errors(prediction: Tensor, target: Tensor, scale: Scale) -> list[Tensor]:
 
 
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
-    """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
+    """Return the mean target (D,) and the weights (F, D) of the linear fit, None if it is left out."""
     count = min(len(train), MAX_TRAINING_ROWS)
-    # Evenly over the split: the first rows are of the first samples, whose file may have another parameter than others.
-    # In fp64: in fp32 the last place may lie behind the last of more than 2^24 rows.
+    # Evenly over the split: the first samples may all be from one file, with one value of the parameter.
+    # In fp64: in fp32 the last index may round up past the end of more than 2^24 rows.
     places = torch.linspace(0, len(train) - 1, count, dtype=torch.float64)
     wanted = places.round().long()
     # Shuffled, because the linear fit validates on the last eighth.
@@ -135,12 +135,12 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
     errors = {ridge: validation_error(ridge) for ridge in RIDGES}
     best = min(RIDGES, key=errors.__getitem__)
     for ridge in STRONGER:
-        # The best one lies within the list, or may lie beyond its end.
+        # Go on only while the strongest ridge is the best: the optimum may lie beyond it.
         if best != max(errors):
             break
         errors[ridge] = validation_error(ridge)
         best = min(errors, key=errors.__getitem__)
-    # Fitted again with the rows of the validation.
+    # Fit again, now with the validation rows as well.
     whole_gram = features.T @ features
     whole_cross = features.T @ targets
     return _solve(whole_gram, whole_cross, best)
@@ -148,13 +148,13 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     identity = torch.eye(len(gram), dtype=gram.dtype)
-    # Relative to the inputs, so that one list of strengths serves fields of any scale.
+    # Relative to the inputs, so that the same strengths suit fields of any scale.
     damping = ridge * gram.diagonal().mean() * identity
     return torch.linalg.solve(gram + damping, cross)
 
 
 def _widths(rows: Rows) -> tuple[int, int]:
-    """Features F (input, parameters and 1) and target values D of a row."""
+    """Count the features F (input, parameters and 1) and the target values D of a row."""
     first = rows.batch([0])
     features = first["input"].numel() + first["parameters"].numel() + 1
     return features, first["target"].numel()

@@ -1,4 +1,4 @@
-"""Refusals of options that contradict each other, or that have no effect on the tasks or in the length of a run."""
+"""Checks that refuse options which contradict each other, or have no effect on the tasks or in a run of this length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_train.training.schedules import ScheduleConfig
 
 
 def check_model(model: PdeModelConfig, objective: ObjectiveConfig, checkpoints: CheckpointConfig) -> None:
-    """Refuse options of the model without effect in the run."""
+    """Refuse model options that have no effect in the run."""
     model.refuse_unread()
     if sum(model.stages) == 1:
         because = "on a single block (model.depth, or model.depths of pdet_unet), for the first is never skipped"
@@ -25,7 +25,7 @@ def check_model(model: PdeModelConfig, objective: ObjectiveConfig, checkpoints: 
 
 
 def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
-    """Refuse another number of ``task_weights`` than of ``data.tasks``, and a weight of the only task."""
+    """Refuse ``task_weights`` whose length differs from that of ``data.tasks``, and a weight above 1 of a sole task."""
     if weights is None:
         return
     if len(tasks) == 1 and weights[0] > 1 and len(weights) == 1:
@@ -65,7 +65,7 @@ def check_residual(objective: ObjectiveConfig, checkpoints: CheckpointConfig, de
 
 
 class Task(Protocol):
-    """Properties of a task's equation, as in `FieldTask`."""
+    """The properties of a `FieldTask` that the checks read."""
 
     @property
     def name(self) -> str: ...
@@ -80,7 +80,7 @@ class Task(Protocol):
 
 
 class Options(Protocol):
-    """Options of the recipe."""
+    """The options of the recipe that the checks read."""
 
     @property
     def objective(self) -> ObjectiveConfig: ...
@@ -91,10 +91,10 @@ class Options(Protocol):
 
 
 def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, int], terms: Collection[str]) -> None:
-    """Refuse options without effect because no task has the property they act on, and those wrong for its points.
+    """Refuse options that act on a property no task has, and options that need the points left out by a stride.
 
-    ``strides`` has the distance of the points that are read of each task's files, and ``terms`` are those that some
-    step trains.
+    ``strides`` gives the distance between the points read from each task's files. ``terms`` are the loss terms that at
+    least one step trains.
     """
     config.balance.refuse_single_term(len(terms))
     objective, evaluation = config.objective, config.evaluation
@@ -130,14 +130,14 @@ def _conditioning(evaluation: EvaluationConfig) -> list[tuple[str, int, Any]]:
 
 
 def _asked_trajectories(config: Options) -> int:
-    """Return the number of rollouts, the default for that of a preset, which is for any tasks."""
+    """Return the number of rollouts asked for. A preset's number counts as the default: presets are for any tasks."""
     if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
         return config.evaluation.trajectories
     return EvaluationConfig.trajectories
 
 
 def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) -> None:
-    """Refuse what needs points at the centres of cells. Every n-th of them lies beside the centre of n cells."""
+    """Refuse options that need points at cell centres. With a stride of n, a point is off the centre of its n cells."""
     options = {
         "flip": not task.has_time and task.boundary != "periodic",
         "boundary_weight": task.boundary == "dirichlet",
@@ -154,9 +154,9 @@ def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) ->
 
 
 def check_stages(objective: ObjectiveConfig, schedule: ScheduleConfig, max_steps: int, decay_steps: int) -> list[str]:
-    """Refuse a residual stage without room to learn. Returns notices for stages after the end of the run.
+    """Refuse a residual stage too short to learn. Returns notices about stages that begin after the end of the run.
 
-    ``decay_steps`` is the end of the schedule, whether given or not.
+    ``decay_steps`` is the resolved end of the schedule, also where the option is None.
     """
     start = objective.residual_from
     first = objective.autoencode_steps
@@ -169,9 +169,9 @@ def check_stages(objective: ObjectiveConfig, schedule: ScheduleConfig, max_steps
     if start is None:
         return notices
     if max_steps <= start:
-        # A notice and no error: a short trial of a long run is no mistake.
+        # A notice rather than an error: a short trial of a long run is legitimate.
         notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
-    # Without a length of its own, the schedule of a short trial ends with it.
+    # Without decay_steps, the schedule of a short trial ends with the trial.
     if start < max_steps or schedule.decay_steps is not None:
         _refuse_short_stages(start, schedule, max_steps, decay_steps)
     return notices

@@ -1,4 +1,4 @@
-"""Embedding of the time step and the parameters of an equation, to modulate the blocks of the operator."""
+"""Embedding of an equation's time step and parameters, which modulates the blocks of the operator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accel_train.domains.pde.tokens import wave_features, waves
 
 PARAMETER_OCTAVES = 4
 PARAMETER_RANGE = 4.0
-"""Length of the longest half wave over a parameter. Normalised parameters lie between -4 and 4."""
+"""Half the longest wavelength over a parameter. Normalised parameters lie between -4 and 4."""
 
 
 class Conditioning(nn.Module):
     """Embedding of time step (B,) and equation parameters (B, P) to one vector (B, width), in fp32."""
 
     def __init__(self, width: int, parameters: Sequence[int]) -> None:
-        """Build it for tasks with so many parameters each."""
+        """Build it for tasks with these numbers of parameters."""
         super().__init__()
         self.time = TimestepEmbedder(width)
         self.counts = list(parameters)
@@ -30,7 +30,7 @@ class Conditioning(nn.Module):
 
     def forward(self, dt: Tensor, parameters: Tensor, task: int) -> Tensor:
         """Embed a batch. Columns of `parameters` beyond the task's own are not read."""
-        # In fp32: two neighbouring parameters of a fine range would be one number in bf16.
+        # In fp32: in bf16, two close parameter values would round to the same number.
         own = parameters[:, : self.counts[task]].float()
         # The constant serves tasks without parameters. Its weights also distinguish the tasks.
         constant = torch.ones_like(dt)[:, None]  # (B, 1)

@@ -1,4 +1,4 @@
-"""Scale, losses and error metrics of fields, one value per sample, and the points of comparison.
+"""Scale, losses and error metrics of fields, one value per sample, and the sampling of query points.
 
 Fields are (B, C, H, W), with H = 1 in 1-D. Functions without a spectrum also take (B, C, Q) at points. Errors are
 (B,) in fp32. Callers weight and sum them and divide by the weight of the global batch, so a loss or a metric does not
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 TINY = 1e-12
-"""Smallest divisor, for the relative error of a field of zeros. Fields are given in `Scale.unit`, of size about 1."""
+"""Smallest divisor of a relative error, for all-zero fields. Fields are in `Scale.unit`, so of size about 1."""
 LEAST_SIZE = 0.1
-"""Smallest divisor of a conservation gap, in deviations of the channel."""
+"""Smallest divisor of a conservation gap, in standard deviations of the channel."""
 
 
 # ------------------------------------------------------------------------------------------------------------ scale
@@ -40,10 +40,10 @@ class Scale:
 
     @property
     def unit(self) -> float:
-        """A power of two near the largest deviation, in which relative errors are computed.
+        """The unit in which relative errors are computed: a power of two near the largest standard deviation.
 
-        In physical units the squares of very small or large fields leave the range of fp32. A power of two changes no
-        digit of a ratio.
+        In physical units, the squares of very small or large fields would leave the range of fp32. Scaling by a power
+        of two does not change any digit of a ratio.
         """
         _, exponent = math.frexp(max(self.std))
         return math.ldexp(1.0, exponent)
@@ -61,7 +61,7 @@ class Scale:
 
 @lru_cache(maxsize=256)
 def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Cache constants on the device: a copy in every step would wait for it."""
+    """Cache constants on the device: copying them in every step would synchronise with it."""
     # The first call may come from evaluation, and training cannot use inference tensors.
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device, dtype=dtype)
@@ -69,7 +69,7 @@ def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dty
 
 # ----------------------------------------------------------------------------------------------------------- errors
 def mean_square(fields: Tensor) -> Tensor:
-    """Average the square over channels and points: (B, C, ...) -> (B,). The divisor of `nrmse`, for a target."""
+    """Average the square over channels and points: (B, C, ...) -> (B,). Of the target, it is the divisor of `nrmse`."""
     return fields.float().square().flatten(1).mean(1)
 
 
@@ -84,15 +84,15 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def nrmse(squared_errors: float, mean_squares: float) -> float:
-    """Compute nRMSE from sums over all samples: of `squared_error`, and of `mean_square` of the targets."""
+    """Compute nRMSE from the sums over all samples of `squared_error` and of the targets' `mean_square`."""
     return math.sqrt(squared_errors / max(mean_squares, TINY))
 
 
 def least_squares(scale: Scale, like: Tensor) -> Tensor:
-    """Return the mean square of each channel up to which a target counts as zeros: (C,), on the device of `like`.
+    """Return the largest mean square of a channel that still counts as all-zero: (C,), on the device of `like`.
 
-    Fields of zeros have no size that an error could be relative to. Normalised and back, they are the rounding error of
-    the mean, in fp32.
+    An error cannot be relative to an all-zero field. After normalisation and back, in fp32, such a field holds the
+    rounding error of the mean instead of zeros.
     """
     deviation = _constant(scale.std, like.device, like.dtype)
     rounding = 4 * torch.finfo(torch.float32).eps * _constant(scale.mean, like.device, like.dtype)
@@ -102,8 +102,8 @@ def least_squares(scale: Scale, like: Tensor) -> Tensor:
 def relative_l2(squared_errors: Tensor, squares: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Compute |prediction - target| / |target| from `squared_error` and `mean_square` of the target.
 
-    Also returns 1 for a target with a size above `least` and 0 for one of zeros, whose error is 0 here. Such an error
-    would be of any size, and with it the mean over the samples.
+    Also returns a flag per sample: 1 for a target with a mean square above `least`, 0 for an all-zero target. The error
+    of the latter is set to 0. It would otherwise be arbitrarily large and spoil the mean over the samples.
     """
     has_size = squares > least
     ratio = squared_errors / torch.where(has_size, squares, 1.0)
@@ -113,10 +113,10 @@ def relative_l2(squared_errors: Tensor, squares: Tensor, least: Tensor) -> tuple
 def conservation_gap(fields: Tensor, reference: Tensor, scale: Scale) -> Tensor:
     """Compute |integral of fields - integral of reference| / integral of |reference|: (B, C, ...) -> (B,).
 
-    The result is the mean over channels. The divisor is the reference's size because the integral of a conserved
-    quantity is often zero, but at least a tenth of the deviation in `scale`: a channel at rest, such as the momentum of
-    a wave that is released, is 0 everywhere. Fields are in physical units or multiples of them, those of the scale of
-    `reference`: normalisation moves the zero.
+    The result is the mean over channels. The divisor is the size of the reference, since the integral of a conserved
+    quantity is often zero. It is at least a tenth of the deviation in `scale`, since a channel at rest, such as the
+    initial momentum of a released wave, is 0 everywhere. `scale` is that of `reference`. Fields are in its units,
+    physical or a multiple of them, but not normalised, which would move the zero.
     """
     fields = fields.float().flatten(2)
     reference = reference.float().flatten(2)
@@ -132,7 +132,7 @@ def conservation_gap(fields: Tensor, reference: Tensor, scale: Scale) -> Tensor:
 def spectral_loss(prediction: Tensor, target: Tensor) -> Tensor:
     """Compare Fourier magnitudes: sum of (|P| - |T|)^2 over sum of |T|^2, (B, C, H, W) -> (B,).
 
-    Blind to phases. It penalises wrong energy at a scale, `squared_error` penalises wrong places.
+    It ignores phases: it penalises wrong energy at a length scale, where `squared_error` penalises wrong positions.
     """
     width = target.shape[-1]
     target_magnitudes = _magnitudes(target)  # (B, C, H, W // 2 + 1)
@@ -192,7 +192,7 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
     """
     count = draws.shape[-1]
     if stratified:
-        # One draw in each stretch has a smaller variance than as many free ones.
+        # One draw in each stretch has a smaller variance than the same number of independent draws.
         stretch = torch.arange(count, device=draws.device)
         draws = (stretch + draws) / count
     # A draw just below 1 may round up to the end of the grid.
@@ -212,7 +212,7 @@ def boundary_points(draws: Tensor, dimensions: int) -> Tensor:
     has no points there: its points are the centres of cells.
     """
     place = draws * 2 * dimensions
-    # A draw just below 1 may round up to a side too many.
+    # A draw just below 1 may round up past the last side.
     side = place.long().clamp(max=2 * dimensions - 1)
     along = place.frac()
     end = (side % 2).to(draws.dtype)  # 0 or 1: which of two opposite sides

@@ -88,6 +88,6 @@ def _operator_multiplications(shape: TaskShape, grid: FieldGrid, model: PdeModel
 
 
 def _conditioning_multiplications(shape: TaskShape, width: int) -> int:
-    # Two layers for the time, one for the parameters, and the projection of their sum.
+    # Two layers for the time step, one for the parameters, and the projection of their sum.
     features = TIME_FEATURES + 2 * width + parameter_features(shape.parameters)
     return width * features

@@ -1,4 +1,4 @@
-"""Loss terms of a latent operator, one table entry each, and the forward shared by the terms of a step."""
+"""Table of the loss terms of a latent operator, and the forward that the terms of a step share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Forward:
 
     @property
     def queries(self) -> int:
-        """Query points Q, without the points of the boundary term behind them."""
+        """Number of query points Q, without the boundary term's points that follow them."""
         return self.inputs["query_target"].shape[-1]
 
 
@@ -57,14 +57,14 @@ def _prediction(forward: Forward) -> Tensor:
 
 
 def _spectral(forward: Forward) -> Tensor:
-    # Every point of the grid is there: the options refuse `queries` with this term and with `_conservation`.
+    # The whole grid is decoded: the options refuse `queries` with this term and with `_conservation`.
     predicted = forward.predicted.unflatten(-1, forward.task.grid)
     return fields.spectral_loss(predicted, forward.inputs["target"])
 
 
 def _conservation(forward: Forward) -> Tensor:
     input_scale, target_scale = forward.task.common_scales()
-    # In fp32: bf16 would round the mean of the fields, and that of the prediction alone.
+    # In fp32: bf16 would round the mean of the predicted fields, but not that of the input.
     predicted = target_scale.denormalise(forward.predicted.float(), 1)
     input = input_scale.denormalise(forward.inputs["query_input"], 1)
     return fields.conservation_gap(predicted, input, input_scale)
@@ -78,7 +78,7 @@ def _boundary(forward: Forward) -> Tensor:
 
 
 def _latent(forward: Forward) -> Tensor:
-    # Behind a stop-gradient: the encoder could lower this loss by making all latents alike.
+    # The target is detached: the encoder could lower this loss by making all latents alike.
     return fields.squared_error(forward.output.predicted_latent, forward.output.target_latent.detach())
 
 
@@ -92,7 +92,7 @@ def _reconstruction(forward: Forward) -> Tensor:
 
 
 def _reencoding(forward: Forward) -> Tensor:
-    # Behind a stop-gradient for the reason of `_latent`.
+    # Detached for the same reason as in `_latent`.
     return fields.squared_error(forward.output.reencoded, forward.output.target_latent.detach())
 
 
@@ -114,7 +114,7 @@ TERMS: Mapping[str, Term] = {
     "reencoding": Term(_reencoding, ("reencoding", "target")),
     "residual": Term(_residual, ("correction",)),
 }
-"""All terms by name. docs/recipes.md, "Adding a loss term or an option", lists the places of a new one."""
+"""All terms by name. docs/recipes.md, "Adding a loss term or an option", lists the other places to extend."""
 
 
 def needs_of(terms: Collection[str]) -> set[Need]:
@@ -144,7 +144,7 @@ def forward_of(
     terms: Collection[str],
     parts: Parts | None,
 ) -> Forward:
-    """Run the model on a micro-batch of task ``number``, for the outputs required by ``terms``."""
+    """Run the model on a micro-batch of task ``number``, computing the outputs that ``terms`` require."""
     if parts is None:
         return Forward(inputs, task, predict(model, inputs, number, task.grid))
     target = inputs["target"] if "target" in needs_of(terms) else None
@@ -184,7 +184,7 @@ def predict(model: Callable[..., Any], batch: Batch, task: int, grid: tuple[int,
     fields = output.prediction.unflatten(-1, grid).float()  # (B, C', H, W)
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        # Called once `predict` has returned, outside of its no_grad: the correction has gradients.
+        # It runs after `predict` has returned, outside its no_grad, so that the correction has gradients.
         given = ResidualGuess(guess, time, fields, batch["input"])
         corrected = model(given, None, parameters, dt, task)
         return corrected.residual, corrected.residual_size

@@ -33,7 +33,7 @@ RESIDUAL = "residual"
 
 
 def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransformerConfig:
-    """Return the shape of the model for these tasks. Raises ``UsageError`` for a patch of fields that none has."""
+    """Return the shape of the model for these tasks. Raises ``UsageError`` for a patch size that no task uses."""
     shapes = tuple(task_shape(task) for task in tasks)
     for space in (1, 2):
         name = f"patch_{space}d"
@@ -47,7 +47,7 @@ def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransf
 
 
 def task_shape(task: FieldTask) -> TaskShape:
-    """Return the shapes of a task, to build the model from."""
+    """Return the shape of a task, from which the model is built."""
     return TaskShape(
         task.name,
         task.input_channels,
@@ -79,8 +79,8 @@ def smoke_values(config: ObjectiveConfig) -> dict[str, Any]:
 def place_in_schedule(config: ObjectiveConfig, step: int, decay_steps: int) -> tuple[int, int]:
     """Return the position of optimizer step ``step`` in its learning-rate schedule, and the schedule's length.
 
-    The first two stages share one schedule. It ends where their weights are frozen. The residual stage has a schedule
-    over the rest of ``decay_steps``.
+    The first two stages share one schedule, which ends where their weights are frozen. The residual stage has its own
+    schedule over the rest of ``decay_steps``.
     """
     start = config.residual_from
     if start is None:
@@ -97,7 +97,7 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
         return dict.fromkeys(TERMS, 0.0) | {"residual": 1.0}
     if stage == "autoencode":
         return dict.fromkeys(TERMS, 0.0) | {"reconstruction": 1.0, "reencoding": config.inverse_weight}
-    # Reminded now and then that it is an autoencoder: two more decodings in each step would be expensive.
+    # The inverse terms keep it an autoencoder. Not in every step, because they cost two more decodings.
     inverse = 0.0
     if step % config.inverse_every == 0 and not config.freeze_autoencoder:
         inverse = config.inverse_weight
@@ -116,7 +116,7 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
 def freezable(config: ObjectiveConfig, model: nn.Module) -> dict[str, list[str]]:
     """Map each part frozen by some stage to its module prefixes, for the optimizer's groups. Mostly empty."""
     names = [name for name, _ in model.named_parameters()]
-    # Of parameters and not of modules, because a prefix without a parameter is refused.
+    # From the parameters rather than the modules, because a prefix without parameters is refused.
     modules = list(dict.fromkeys(name.split(".")[0] for name in names))
     autoencoder = [name for name in modules if name in AUTOENCODER]
     if config.residual_from is not None:
@@ -147,9 +147,9 @@ def active_terms(coefficients: Mapping[str, float]) -> set[str]:
 
 
 def trained_terms(config: ObjectiveConfig, tasks: Iterable[FieldTask]) -> set[str]:
-    """Return the terms that some step of the whole objective trains."""
+    """Return the terms that are trained in at least one step of the whole objective."""
     first = config.autoencode_steps
-    # The first step of each stage, and the first step of the second with the inverse terms.
+    # The first step of each stage, and the first step of the second stage that has the inverse terms.
     steps = [0, first, first + -first % config.inverse_every]
     if config.residual_from is not None:
         steps.append(config.residual_from)
@@ -171,7 +171,7 @@ class StepObjective:
     frozen: Sequence[str]
     """Frozen parts of the model."""
     train_encoder: bool
-    """True: the losses behind the encoder train it."""
+    """True: losses on the operator's output also train the encoder."""
 
     @property
     def terms(self) -> set[str]:
@@ -184,7 +184,10 @@ class StepObjective:
 
 
 def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: FieldTask) -> StepObjective:
-    """Return the objective of optimizer step ``step``, a step of task ``number``. Raises ``UsageError``."""
+    """Return the objective of optimizer step ``step``, which trains task ``number``.
+
+    Raises ``UsageError`` for a loss term that is missing from ``TERMS`` or from ``coefficients``.
+    """
     weights = coefficients(config, step, task.conserved, task.boundary)
     for name in sorted(weights.keys() ^ TERMS.keys()):
         places = ["TERMS of domains/pde/losses.py", "coefficients of domains/pde/operator_learning.py"]
@@ -200,7 +203,7 @@ def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: Fie
 
 
 def query_count(config: ObjectiveConfig, points: int) -> int | None:
-    """Return the query points of a sample on a grid of ``points``. None: all of them."""
+    """Return the number of query points per sample on a grid of ``points``. None: all of them."""
     if config.queries is None or config.queries >= points:
         return None
     return config.queries
@@ -216,7 +219,7 @@ def add_queries(
     draws: Callable[..., Tensor],
     terms: Collection[str],
 ) -> dict[str, Tensor]:
-    """Add the points of decoding to a batch.
+    """Add the query points, at which fields are decoded, to a batch.
 
     The result has ``query_input`` and ``query_target`` (B, C, Q), and ``queries`` unless the whole grid is decoded.
     ``draws(stream, *shape)`` returns uniform draws (B, *shape) keyed by sample. With the boundary term in ``terms``,
@@ -235,9 +238,9 @@ def add_queries(
         result["query_target"] = fields.at_points(batch["target"], index)
     if "boundary" in terms:
         edge = fields.boundary_points(draws("boundary", BOUNDARY_POINTS), coordinates.shape[1])
-        # The whole grid once for each sample, since their boundary points differ.
+        # The whole grid is repeated for each sample, because their boundary points differ.
         inner = result.get("queries", coordinates.expand(len(edge), -1, -1))
-        # Behind the others, where losses on data do not look.
+        # Appended, so that the losses on data, which read the first Q points, leave them out.
         result["queries"] = torch.cat((inner, edge), dim=1)
     return result
 
@@ -254,6 +257,6 @@ def mirror(values: Tensor, draws: Tensor, share: float) -> Tensor:
     """Mirror samples (B, C, H, W) along each axis with a draw below ``share``. Uniform draws are (B, 2)."""
     for axis in (2, 3):
         chosen = (draws[:, axis - 2] < share)[:, None, None, None]  # (B, 1, 1, 1)
-        # `where` and not indexing, whose shape would depend on the draws and wait for the device.
+        # Not by indexing: its shape would depend on the draws, which requires waiting for the device.
         values = torch.where(chosen, values.flip(axis), values)
     return values

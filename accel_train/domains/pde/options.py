@@ -15,7 +15,7 @@ from accel_train.config import (
     refuse_without_effect,
 )
 
-# The plain step and the nine of `trajectories.NOISES`: all the proposals for a task that is not periodic.
+# The plain step and the nine `trajectories.NOISES`: all proposals that exist for a task that is not periodic.
 MOST_CANDIDATES = 10
 
 
@@ -56,9 +56,9 @@ class ObjectiveConfig:
     prediction, everything else is frozen. The learning-rate schedule ends there and starts again. None: no such
     stage."""
     residual_steps: PositiveInt = 1
-    """Third stage: denoising steps of the residual, one forward each. Training uses their times alone. 1: the mean
-    residual, with the lowest error. More, such as 4: a sample of the possible residuals, for details that the input
-    does not determine."""
+    """Third stage: denoising steps of the residual, one forward each. Training uses only the times of these steps. 1:
+    the mean residual, with the lowest error. More, such as 4: a sample of the possible residuals, for details that the
+    input does not determine."""
 
     @property
     def last_stage(self) -> int:
@@ -117,7 +117,7 @@ class ConditioningConfig:
                 "tried from a state; lower it, or raise evaluation.conditioning.beam"
             )
         if self.candidates == 1:
-            # With fewer it is the plain step as well.
+            # A beam or horizon below its default takes the plain step as well.
             more = [name for name in ("beam", "horizon") if getattr(self, name) > getattr(ConditioningConfig, name)]
             because = "with evaluation.conditioning.candidates: 1, the plain step alone"
             refuse_without_effect(self, "evaluation.conditioning", more, because, "raise candidates")

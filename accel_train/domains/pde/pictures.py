@@ -16,7 +16,7 @@ from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 
-# Not x and y: which of the two a file has along H is its own affair.
+# Not x and y: files differ in which of the two runs along H.
 ACROSS = "points along W"
 DOWN = "points along H"
 STEPS = "step in time"
@@ -98,7 +98,7 @@ def _draw_row(figure: Any, axes: Any, label: str, panels: Sequence[Panel | Lines
             figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    # To the left of the first panel's own label.
+    # Placed to the left of the first panel's axis label.
     style: Any = {"rotation": 90, "ha": "right", "va": "center"}
     axes[0].annotate(label, (0, 0.5), (-42, 0), "axes fraction", "offset points", **style)
 
@@ -167,7 +167,7 @@ def titled(title: str, channel: int, channels: int) -> str:
 def error_panel(predicted: Tensor, target: Tensor, title: str = "error", down: str = DOWN, first: int = 0) -> Panel:
     """Show the signed error, with the nRMSE of this panel in the title."""
     error = predicted - target
-    # Of a target of zeros. Fields may be as small as fp32 holds.
+    # Avoids a division by zero for an all-zero target. Fields may be as small as fp32 allows.
     size = target.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
     nrmse = float(error.double().norm() / size)
     return Panel(f"{title} (nRMSE {nrmse:.3g})", error, "e", down, True, first)

@@ -45,19 +45,19 @@ class FieldOptions:
     """File .safetensors or .npy with input fields (B, C, H, W), 1-D fields also (B, C, W). A .safetensors file holds
     them as `input`, and may hold `parameters` (B, P). Without --input, the error names the shapes of each task."""
     task: str | None = None
-    """Equation of a model of several."""
+    """Task to predict, required if the model has several."""
     parameters: tuple[float, ...] = ()
-    """Parameters of the equation, the same for all samples, in the order that the error without them names."""
+    """Parameters of the equation, the same for all samples. The error without them names their order."""
     steps: PositiveInt = 1
-    """Steps in time. The prediction of each is the input of the next."""
+    """Steps in time. The prediction of one step is the input of the next."""
     refine: bool = True
     """Add the residual that a model with residual_depth has learned, in every step."""
     seed: Seed = 0
-    """Seed of the residual's noise, used if the residual has more than one denoising step."""
+    """Seed of the residual's noise. It matters if the residual has more than one denoising step."""
     device: str = "cpu"
     """Device of torch."""
     output: str = "fields.safetensors"
-    """File for the predicted fields. The picture lies beside it, with the ending .png."""
+    """File for the predicted fields. The picture is written beside it, with the ending .png."""
 
     def __post_init__(self) -> None:
         if self.output.lower().endswith(".png"):
@@ -68,7 +68,7 @@ class FieldOptions:
 
 
 class FieldPipeline:
-    """Predictor of fields. Inputs and outputs are in the units of the data."""
+    """Predicts fields from fields. Inputs and outputs are in the units of the data."""
 
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
@@ -88,9 +88,9 @@ class FieldPipeline:
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
-        """Read a checkpoint or an export. Raises ``UsageError``."""
+        """Load a checkpoint or an export. Raises ``UsageError`` if its assets or sampler settings are missing."""
         model = PdeTransformer.from_pretrained(directory)
-        # Predictions are those of the EMA, as in the evaluations of the training.
+        # Predict with the EMA weights, as evaluations during training do.
         if has_ema(directory):
             load_directory(model, directory, "ema")
         assets = load_field_assets(directory / "assets")
@@ -120,9 +120,9 @@ class FieldPipeline:
             raise UsageError(
                 f"steps {steps}: a whole number, 1 or more, is required, and 1 for {own.name} if it has no time"
             )
-        # Keyed by content: a sample has the same noise alone and among others.
+        # Keyed by content: a sample gets the same noise in any batch.
         contents = [sample.numpy().tobytes() for sample in state]
-        # 8 bytes, read with a sign: keys of `rng` are int64.
+        # 8 bytes, read as a signed number, because the keys of `rng` are int64.
         digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
         predicted: list[Tensor] = []
@@ -133,9 +133,9 @@ class FieldPipeline:
             parts: list[Tensor] = []
             for rows in torch.arange(len(state)).split(BATCH):
                 batch = {"input": normalised[rows], "parameters": own_parameters[rows], "sample": sample[rows]}
-                # Normalised from step to step, and denormalised only for the caller: rounding does not add up.
+                # Fields stay normalised between steps, so that rounding errors do not accumulate.
                 parts.append(self._predict(own, number, batch, refine, seed))
-            # The next input as it is: a task with time has one scale for input and target.
+            # It is the next input as it is: a task with time has one scale for input and target.
             normalised = torch.cat(parts)
             predicted.append(own.target.denormalise(normalised))
             _refuse_not_finite(own, state, predicted[-1], step)
@@ -143,7 +143,7 @@ class FieldPipeline:
         return torch.stack(predicted, dim=1) if own.has_time else predicted[0]
 
     def sample(self, options: FieldOptions) -> list[str]:
-        """Predict as ``accel-train sample`` is asked to, and return the lines to print."""
+        """Predict with the options of ``accel-train sample``, write the files and return the lines to print."""
         from safetensors.torch import save
 
         if options.input is None:
@@ -169,7 +169,7 @@ class FieldPipeline:
         return [f"{path}: {own.name}, fields {tuple(predicted.shape)}", f"{picture}: the first sample"]
 
     def examples(self) -> list[Example]:
-        """Return a forward of each task, with and without a target, and one of the residual network of each."""
+        """Return example forwards of each task: with and without a target, refined, and of the residual network."""
         found: list[Example] = []
         for number, task in enumerate(self.assets.tasks):
             fields = _noise(f"example/{task.name}", (2, task.input_channels, *task.grid))
@@ -184,7 +184,7 @@ class FieldPipeline:
             found.append(Example(f"{task.name}: refined prediction", sampled, losses.predict_refined))
             found.append(Example(f"{task.name}: training", {"input": fields, "target": target} | values))
             if self.model.residual is not None:
-                # One time at pure noise and one between, which the network treats differently.
+                # One time at pure noise and one in between, which the network treats differently.
                 guess = ResidualGuess(target, torch.tensor([1.0, 0.25]), target.flip(0), fields)
                 found.append(Example(f"{task.name}: residual", {"input": guess, "target": None} | values))
         return found
@@ -259,7 +259,7 @@ class FieldPipeline:
             times = times.squeeze(1)  # (steps + 1, W)
             title = pictures.titled("prediction", 0, task.target_channels)
             return [pictures.Panel(title, times, "u", pictures.STEPS)]
-        # As in the files, where the target of a steady equation comes behind its input.
+        # Channels are numbered as in the files, where a steady equation's target follows its input.
         last, scale, channel = predicted, "a", task.input_channels
         if task.has_time:
             last, scale, channel = predicted[-1], "u", 0

@@ -1,4 +1,4 @@
-"""Autoregressive rollout of fields in time, with an optional beam search blind to the truth.
+"""Autoregressive rollout of fields in time, with an optional beam search that does not see the truth.
 
 A `Step` maps fields (B, C, H, W) to those one time step later, without gradients. It is called equally often on every
 process, so it may run a sharded model.
@@ -19,7 +19,7 @@ Step = Callable[[Tensor], Tensor]
 Proposal = Callable[[Tensor, int], Tensor]
 """One way to compute the next fields, called with the fields and the number of the step."""
 Score = Callable[[Tensor, Tensor], Tensor]
-"""Called with the first fields (B, C, H, W) and the following ones (B, h, C, H, W). Returns (B,), lower is better."""
+"""Function of the first fields (B, C, H, W) and the following ones (B, h, C, H, W), to (B,). Lower is better."""
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def conditioned_rollout(
                 for _ in range(min(config.horizon, steps - number) - 1):
                     ahead.append(step(ahead[-1]))
                 scores.append(score(state, torch.stack(ahead, dim=1)).float())
-                # Only the candidate is kept. The steps ahead of it were taken for its score.
+                # Only the candidate is kept. The steps ahead of it were only taken to score it.
                 longer.append(torch.cat((path, candidate[:, None]), dim=1))
         paths = _best(longer, torch.stack(scores), config.beam)
     return paths[0][:, 1:]
@@ -68,7 +68,7 @@ def conditioned_rollout(
 
 def _best(paths: list[Tensor], scores: Tensor, beam: int) -> list[Tensor]:
     """Select the `beam` paths of each sample with the lowest scores (paths, B), best first. NaN is the worst."""
-    # A diverged candidate must not win, and NaN is sorted differently by different devices.
+    # A diverged candidate must not win, and devices differ in how they sort NaN.
     scores = scores.nan_to_num(nan=torch.inf)
     # Stable, so that the earlier proposal wins a tie on every device.
     order = scores.argsort(dim=0, stable=True)[:beam]  # (beam, B)
@@ -104,10 +104,10 @@ def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
     """
 
     def propose(state: Tensor, number: int) -> Tensor:
-        # A stream for each scale: with one for all, the candidates would be multiples of the same noise.
+        # One stream per scale: with a shared one, all candidates would be multiples of the same noise.
         keys = rng.sample_keys(seed, f"rollout/{scale!r}", number, sample)
         noise = rng.normal(keys, state.shape[1:])
-        # Of each sample, because fields of one batch may differ in size.
+        # Computed per sample, because the fields of a batch may differ in size.
         mean_square = state.float().square().flatten(1).mean(1)
         root_mean_square = mean_square.sqrt()[:, None, None, None]
         perturbation = scale * root_mean_square * noise

@@ -45,7 +45,7 @@ LABELS = Labels(
     baselines=BASELINES,
     own_summary=True,
 )
-"""Labels of the metrics and of the loss. The evaluation prints a table of its own."""
+"""Labels of the metrics and of the loss. ``own_summary``: the evaluation prints its own table."""
 
 
 def evaluate_task(
@@ -58,7 +58,7 @@ def evaluate_task(
     residual_steps: int,
     seed: int,
 ) -> tuple[dict[str, float], Panels]:
-    """Return the metrics of task ``number`` and the panels of its first sample. Every process calls it.
+    """Return the metrics of task ``number`` and the panels of its first sample. Collective: every process calls it.
 
     A forward has at most ``at_once`` samples.
     """
@@ -73,7 +73,7 @@ def evaluate_task(
         step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
         found, panels = evaluate_rollouts(accelerator, task, data, options, at_once, step_of, seed)
         return metrics | found, panels
-    # Every process predicts it, though one draws it: the forward of a sharded model is a collective.
+    # Only one process draws it, but all predict it: the forward of a sharded model is a collective.
     first = first_samples(accelerator, scored, 1)
     predicted = losses.predict(forward, first, number, task.grid)
     return metrics, row_panels(task, first, predicted.fields)
@@ -87,7 +87,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     """
     weight = batch["weight"]
     input_scale, scale = task.common_scales()
-    # Of physical fields: a normalised one has another zero, and with it another relative error.
+    # Physical fields, because normalisation moves the zero and so changes relative errors.
     predicted = scale.denormalise(prediction.float())
     target = scale.denormalise(batch["target"])
     gap = torch.zeros_like(weight)
@@ -97,16 +97,16 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     squared_error = fields.squared_error(predicted, target)
     square = fields.mean_square(target)
     relative, has_size = fields.relative_l2(squared_error, square, fields.least_squares(scale, target).mean())
-    # Relative as well, to the energy of the target.
+    # Also a relative error, to the energy of the target.
     spectral = torch.where(has_size > 0, fields.spectral_error(predicted, target), 0.0)
     per_sample = torch.ones_like(weight), has_size, relative, squared_error, square, spectral, gap
-    # fp64, because sums over many samples are added over batches and processes in any order.
+    # In fp64, because batches and processes add up in any order, over many samples.
     errors = torch.stack(per_sample).double()  # (7, B)
     return (errors * weight.double()).sum(1)
 
 
 def channel_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
-    """Sum targets with a size and relative errors of each channel, as in ``row_sums``: (2, C') float64."""
+    """Sum the relative errors of each channel, and count its nonzero targets, as in ``row_sums``: (2, C') float64."""
     _, scale = task.common_scales()
     predicted = scale.denormalise(prediction.float())
     target = scale.denormalise(batch["target"])
@@ -140,16 +140,16 @@ def row_metrics(
 ) -> dict[str, float]:
     """Compute the metrics of a task from ``row_sums`` over all processes.
 
-    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, of all
-    channels together. ``TASK_nrmse_pooled`` treats all samples as one field. ``TASK_evaluated_samples`` counts those of
-    the mean: targets of zeros are left out. ``refined`` are the sums of refined predictions, for
-    ``TASK_refined_nrmse``, its spectral error and its gain. ``channels`` are ``channel_sums``, for
-    ``TASK_nrmse_channelN``, numbered as in the files, and their mean ``TASK_nrmse_channels``, as in PDEBench.
+    ``TASK_nrmse`` is the mean over samples of root mean squared error over root mean square, for all channels together.
+    ``TASK_nrmse_pooled`` treats all samples as one field. ``TASK_evaluated_samples`` counts the samples in the mean:
+    all-zero targets are left out. ``refined`` are the sums of refined predictions, for ``TASK_refined_nrmse``, its
+    spectral error and its gain. ``channels`` are ``channel_sums``, for ``TASK_nrmse_channelN``, numbered as in the
+    files, and their mean ``TASK_nrmse_channels``, as in PDEBench.
     """
     name = task.name
     weight, counted, relative, squared, square, spectral, gap = plain
     metrics = {
-        # Tensors, because 0 / 0 is NaN if all targets are zeros.
+        # Divided as tensors: if all targets are zero, 0 / 0 is NaN and not an exception.
         f"{name}_nrmse": float(relative / counted),
         f"{name}_nrmse_pooled": fields.nrmse(float(squared), float(square)),
         f"{name}_spectral_error": float(spectral / counted),
@@ -170,13 +170,13 @@ def row_metrics(
 
 
 def target_numbers(task: FieldTask) -> range:
-    """Return the numbers of the target's channels in the files, where those of a steady input come first."""
+    """Return the target channels' numbers in the files, where the input channels of a steady task come first."""
     first = 0 if task.has_time else task.input_channels
     return range(first, first + task.target_channels)
 
 
 def zero_notices(task: FieldTask, sums: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield notices about targets of zeros, which nRMSE leaves out. ``sums`` are those of ``error_sums``."""
+    """Yield notices about all-zero targets, which nRMSE leaves out. ``sums`` are those of ``error_sums``."""
     rows, counted = sums["plain"][:2].tolist()
     if counted < rows:
         yield (
@@ -198,7 +198,7 @@ def row_panels(task: FieldTask, batch: Batch, prediction: Tensor) -> Panels:
     input = task.input.denormalise(batch["input"][0])[0].cpu()
     target = task.target.denormalise(batch["target"][0])[0].cpu()
     predicted = task.target.denormalise(prediction[0].float())[0].cpu()
-    # The first channel of the target, behind those of the input.
+    # The first target channel is numbered after those of the input.
     numbered = partial(titled, channel=task.input_channels, channels=task.target_channels)
     return [
         Panel(titled("input", 0, task.input_channels), input, "a"),
@@ -214,7 +214,7 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
     """Score the baselines on ``samples`` held-out rows of each task, the rows of the model's evaluation.
 
     Returns ``TASK_persistence_nrmse``, ``TASK_training_mean_nrmse`` and ``TASK_linear_fit_nrmse``, and with several
-    channels ``TASK_persistence_nrmse_channelN`` and so on. Call it on one process. It takes some seconds, once per run.
+    channels ``TASK_persistence_nrmse_channelN`` and so on. Call it on one process only. It takes seconds once per run.
     """
     metrics: dict[str, float] = {}
     for task in data.tasks:
@@ -228,16 +228,16 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
 
 
 def _nrmse_names(task: FieldTask, name: str) -> list[str]:
-    """List the metric of all channels together, and those of each one of several."""
+    """List the name of the metric over all channels, followed by those per channel if there are several."""
     if task.target_channels == 1:
         return [name]
     return [name, *(f"{name}_channel{channel}" for channel in target_numbers(task))]
 
 
 def metric_names(data: FieldData, refined: bool) -> list[str]:
-    """List every metric of an evaluation on this data, from the reporting functions called with sums of 1.
+    """List every metric of an evaluation on this data, by calling the reporting functions with sums of 1.
 
-    ``refined``: the model has a residual stage. Raises ``UsageError`` for tasks whose metrics have one name.
+    ``refined``: the model has a residual stage. Raises ``UsageError`` if two metrics would have the same name.
     """
     row_ones = torch.ones(7)
     time_ones = torch.ones(4, 1)
@@ -261,7 +261,7 @@ def metric_names(data: FieldData, refined: bool) -> list[str]:
 
 
 def table(data: FieldData, metrics: Mapping[str, float]) -> list[str]:
-    """Format the model's nRMSE next to the baselines', one line per task."""
+    """Format the model's nRMSE and those of the baselines, one line per task."""
     lines: list[str] = []
     for task in data.tasks:
         line = f"{task.name}: nRMSE {metrics[f'{task.name}_nrmse']:.4f}"
@@ -283,7 +283,7 @@ def table(data: FieldData, metrics: Mapping[str, float]) -> list[str]:
 
 
 def mean_nrmse(data: FieldData, metrics: Mapping[str, float]) -> float:
-    """Compute the geometric mean over the tasks, the metric of early stopping and ``keep_best``."""
-    # A halved error counts the same in an easy task and in a hard one, which an arithmetic mean would hide.
+    """Compute the geometric mean of nRMSE over the tasks, the metric of early stopping and ``keep_best``."""
+    # A halved error counts the same in an easy task and a hard one. In an arithmetic mean, hard tasks would dominate.
     logarithms = [math.log(max(metrics[f"{task.name}_nrmse"], 1e-12)) for task in data.tasks]
     return math.exp(sum(logarithms) / len(logarithms))

@@ -86,7 +86,7 @@ class PdeModelConfig:
     trained from `objective.residual_from` on. 0: none."""
 
     def __post_init__(self) -> None:
-        # 1 instead of 0: more heads than channels is refused below, and not by a division.
+        # At least 1: with more heads than channels the head width is 0, which is refused below without dividing by it.
         head, group = max(1, self.head_width), self.group
         faults = (
             (
@@ -115,7 +115,7 @@ class PdeModelConfig:
                 raise UsageError(message)
 
     def refuse_unread(self) -> None:
-        """Refuse options without effect in a run. A checkpoint may have any values."""
+        """Refuse options that have no effect in a run. The config of a checkpoint is not checked for this."""
         unread = {"depths": "pdet_unet"}
         if self.operator == "pdet_unet":
             unread = {"depth": "pdet_stack"}
@@ -152,8 +152,8 @@ class PdeModelConfig:
 
 
 DECIDE_SHAPES = tuple(f"model.{option.name}" for option in fields(PdeModelConfig) if option.name != "max_tokens")
-"""Options by which the weights have their shapes, some with others alone: heads with qk_norm. Tokens are averaged to
-fewer ones without any."""
+"""Options that determine the shapes of the weights, some only together with others, such as heads with qk_norm. The
+averaging of tokens down to max_tokens has no weights."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class PdeTransformerConfig:
         tasks = tuple(TaskShape(**task) if isinstance(task, dict) else task for task in tasks)
         object.__setattr__(self, "tasks", tasks)
         if isinstance(model, dict):
-            # JSON knows no tuples, and a config is compared and hashed.
+            # JSON has no tuples, but a config must be comparable and hashable.
             values: dict[str, Any] = {**model, "depths": tuple(model["depths"])}
             object.__setattr__(self, "model", PdeModelConfig(**values))
         for task in tasks:
@@ -181,9 +181,9 @@ class PdeTransformerConfig:
         return divide(task.name, task.grid, side, self.model.max_tokens, task.periodic)
 
     def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
-        """Describe the operator's attention for the largest task, to choose a kernel."""
+        """Describe the operator's attention for the largest task, from which a kernel is chosen."""
         model = self.model
-        # A kernel is chosen once, for the task that needs it most.
+        # One kernel serves all tasks, so it is chosen for the one with the most tokens.
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
         head = model.head_width
         heads = model.group // head

@@ -24,12 +24,12 @@ KERNEL = 3
 CELL_OCTAVES = 3
 DECODER_FFN_RATIO = 2
 IDLE_TOKENS = 2
-"""Tokens of zeros run through idle modules. cuDNN's attention does not accept a single key."""
+"""Number of zero tokens that idle modules run on. cuDNN's attention does not accept a single key."""
 
 
 @dataclass(frozen=True)
 class FieldGrid:
-    """A grid of points and its division into tokens. Pairs are (rows, columns). 1-D fields have one row."""
+    """A grid of points and its division into tokens. Pairs are (rows, columns), with one row for 1-D fields."""
 
     points: tuple[int, int]
     patch: tuple[int, int]
@@ -56,7 +56,7 @@ class FieldGrid:
         return rows, columns
 
     def coordinates(self, device: torch.device | None = None, *, of_tokens: bool = False) -> Tensor:
-        """Return coordinates (H * W, d) of all points, or of the middles of all tokens, row by row."""
+        """Return coordinates (H * W, d) of all points row by row, or those of the centres of all tokens."""
         if of_tokens:
             return coordinates(self.cells[-self.dimensions :], device)
         return grid_coordinates(self.points, device)
@@ -95,7 +95,7 @@ def _divisors(number: int) -> str:
 
 
 def coordinates(sides: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """Return the middles of the cells of a grid, the last axis fastest: (n1, ..., nd) -> (n1 * ... * nd, d)."""
+    """Return the cell centres of a grid, the last axis fastest: (n1, ..., nd) -> (n1 * ... * nd, d)."""
     axes = [(torch.arange(n, device=device) + 0.5) / n for n in sides]  # (n1,), (n2,), ...
     mesh = torch.meshgrid(*axes, indexing="ij")  # d tensors (n1, ..., nd)
     return torch.stack(mesh, dim=-1).flatten(0, -2)
@@ -109,9 +109,9 @@ def grid_coordinates(points: Sequence[int], device: torch.device | None = None) 
 def waves(x: Tensor, octaves: int, periodic: bool) -> Tensor:
     """Embed x (..., d) by sines and cosines of 1, 2, 4, ... waves over 0 to 1: (..., wave_features).
 
-    A domain with ends has half as many waves, and x itself as a feature.
+    A domain that is not periodic has half as many waves, and x itself as a feature.
     """
-    # On a circle only whole waves join up at the ends. Elsewhere half waves are needed to tell the two ends apart.
+    # On a periodic domain only whole waves are continuous. Elsewhere half waves are needed to tell the two ends apart.
     half_periods = 2 if periodic else 1
     powers = torch.arange(octaves, dtype=x.dtype, device=x.device)
     frequencies = math.pi * half_periods * 2.0**powers
@@ -140,10 +140,10 @@ class GridEncoder(nn.Module):
         super().__init__()
         self.grid = grid
         self.octaves = octaves
-        # A 1-D field is one row: a kernel of several rows would see its own padding alone.
+        # A 1-D field is one row: further rows of a kernel would only see padding.
         rows = 1 if grid.dimensions == 1 else KERNEL
         kernel = (rows, KERNEL)
-        # As F.pad takes them: columns first, each axis at both ends.
+        # In the order of F.pad: columns first, then rows, each at both ends.
         self.padding = (KERNEL // 2, KERNEL // 2, rows // 2, rows // 2)
         hidden = channels * stem_width
         # Grouped: the fields of an equation differ in scale and meaning, so each has filters of its own.
@@ -174,8 +174,8 @@ class GridEncoder(nn.Module):
         return merged.mean(dim=(2, 4)).flatten(1, 2)  # (B, N, D)
 
     def _positions(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Embed the middles of the patches: (rows, columns, D)."""
-        # Of the patches in this batch: idle encoders run on a single token.
+        """Embed the centres of the patches: (rows, columns, D)."""
+        # For the patches of this batch, not of the grid: idle encoders run on a single token.
         cells = (rows, columns) if self.grid.dimensions == 2 else (columns,)
         positions = coordinates(cells, like.device)  # (rows * columns, d)
         features = waves(positions, self.octaves, self.grid.periodic)
@@ -183,7 +183,7 @@ class GridEncoder(nn.Module):
         return embedded.unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
-        # A periodic field continues at its other end. Zeros beyond a real boundary show the convolution where it is.
+        # A periodic field continues at its other end. Otherwise zero padding shows the convolution where the field ends.
         mode = "circular" if self.grid.periodic else "constant"
         return F.pad(u, self.padding, mode=mode)
 
@@ -212,9 +212,9 @@ class QueryPoints(nn.Module):
         self.project = nn.Linear(shape.width, shape.width)
 
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        # In bf16 neighbouring points of a fine grid would have the same coordinates.
+        # In fp32: in bf16, neighbouring points of a fine grid would have the same coordinates.
         x = points.float()
-        # Beyond an end of a periodic domain the own token is one at the other end.
+        # A point beyond one end of a periodic domain belongs to a token at the other end.
         wrapped = x - x.floor() if self.grid.periodic else x
         sides = self.grid.cells[-self.grid.dimensions :]
         cell: list[Tensor] = []
@@ -230,7 +230,7 @@ class QueryPoints(nn.Module):
             own_token = cell[0] * sides[1] + cell[1]  # row by row, as tokens are
         of_domain = waves(x, self.octaves, self.grid.periodic)
         offset = torch.stack(offsets, dim=-1)  # (B, Q, d)
-        # Fine detail within a cell, which the waves over the whole domain are too long to show.
+        # Position within a cell, in finer detail than the waves over the whole domain resolve.
         of_cell = waves(offset, CELL_OCTAVES, periodic=False)
         features = torch.cat([of_domain, of_cell], dim=-1)
         features = features.to(self.expand.weight.dtype)
@@ -253,7 +253,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        # Until `apply_attention` puts another kernel here.
+        # Default kernel, until `apply_attention` replaces it.
         self.attend = TORCH_CHOICE
         self.head_width = shape.head_width
         self.query = nn.Linear(shape.width, shape.width, bias=False)
@@ -265,12 +265,12 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(self.attend_to_tokens(x, tokens))
 
     def attend_to_tokens(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Run the first half of the layer."""
+        """Run the first half of the layer, cross-attention: (B, Q, E), (B, N, D) -> (B, Q, E)."""
         normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
         q = self.query(normalised).unflatten(-1, (-1, self.head_width))  # (B, Q, H, E / H)
         key_value = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width))  # (B, N, 2, H, E / H)
         k, v = key_value.unbind(2)
-        # Kernels of attention take the heads before the positions.
+        # Attention kernels expect heads before positions.
         q = q.transpose(1, 2)  # (B, H, Q, E / H)
         k = k.transpose(1, 2)  # (B, H, N, E / H)
         v = v.transpose(1, 2)
@@ -279,7 +279,7 @@ class DecoderLayer(nn.Module):
         return x + self.out(joined)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Run the second half of the layer."""
+        """Run the second half of the layer, the feed-forward part: (B, Q, E) -> (B, Q, E)."""
         normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
         return x + self.ffn(normalised)
 
@@ -317,7 +317,7 @@ class AnyPointDecoder(nn.Module):
     def forward(self, tokens: Tensor, points: Tensor, grid: int) -> Tensor:
         """Decode tokens (B, N, D) at points (P, Q, d) of grid number `grid`: (B, fields, Q).
 
-        P is 1 for points shared by all rows, or a divisor of B. Row i then has points i % P.
+        P is 1 if all rows share the points, and otherwise a divisor of B, where row i uses points i % P.
         """
         x = self.embed(tokens, points, grid)
         # Once for all layers, since the tokens do not change between them.
@@ -333,7 +333,7 @@ class AnyPointDecoder(nn.Module):
             repeats = len(tokens) // len(points)
             x = x.repeat(repeats, 1, 1)
             own_token = own_token.repeat(repeats, 1)
-        # Mapped first and gathered then: one product for a token, however many points lie in its cell.
+        # Mapped before gathering: one product per token, however many points lie in its cell.
         local = at_tokens(self.local(tokens), own_token)  # (B, Q, 2 E)
         scale, shift = local.chunk(2, dim=-1)
         # 1 + scale, so that small weights leave the embedding as it is.

@@ -33,7 +33,7 @@ from accel_train.domains.pde.tokens import (
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a forward, the same on every process. Parts left out have gradients of zero."""
+    """Parts of a forward, the same on every process. The parameters of omitted parts get zero gradients."""
 
     reconstruction: bool = True
     """Decode the encoded input and target."""
@@ -49,11 +49,11 @@ class Parts:
 
 ALL_PARTS = Parts()
 PREDICTION = Parts(reconstruction=False, reencoding=False)
-"""Parts for evaluation."""
+"""Parts of a forward for evaluation."""
 
 
 class PdeOutput(NamedTuple):
-    """Latents and fields at the query points. None for parts left out, and for all of the target without a target."""
+    """Latents and fields at the query points. None for omitted parts, and for those of the target if there is none."""
 
     latent: Tensor | None  # (B, N, D), of the input
     target_latent: Tensor | None  # (B, N, D)
@@ -71,10 +71,10 @@ NOTHING = PdeOutput(*[None] * 7)
 
 # --------------------------------------------------------------------------------------------------------- operator
 class LatentOperator(nn.Module):
-    """Operator on latent tokens (B, N, D): returns their change in one time step, or to the solution.
+    """Operator on latent tokens (B, N, D). It returns their change over one time step, or from input to solution.
 
-    Starts at zero. Token positions are embedded again, because latents trained for the decoder need not contain them:
-    the decoder knows the place of each token.
+    The change is zero at initialisation. Token positions are embedded again, because the latents need not contain them:
+    the decoder, which they are trained for, knows the position of each token.
     """
 
     def __init__(self, config: PdeTransformerConfig) -> None:
@@ -83,7 +83,7 @@ class LatentOperator(nn.Module):
         self.stages = model.stages
         self.octaves = model.octaves
         self.grids = [config.grid(task) for task in config.tasks]
-        # Blocks may be wider than the latents, which the decoder reads and the data is compressed to.
+        # Blocks may be wider than the latents, to which the data are compressed and which the decoder reads.
         self.enter = nn.Identity()
         if model.latent != model.width:
             self.enter = nn.Linear(model.latent, model.width)
@@ -108,10 +108,10 @@ class LatentOperator(nn.Module):
         first = 0
         for stage, depth in enumerate(self.stages):
             if stage > middle:
-                # The last stage before the middle meets the first one behind it, as in a U-Net.
+                # As in a U-Net, the last stage before the middle connects to the first one after it.
                 skip = skips.pop()
                 doubled = double(x, skip.shape[1])
-                # Halving lost the difference between neighbours, and the skip brings it back.
+                # Halving lost the differences between neighbours, which the skip connection restores.
                 merge = self.skips[stage - middle - 1]
                 x = doubled + merge(skip)
             for number in range(first, first + depth):
@@ -135,7 +135,7 @@ class LatentOperator(nn.Module):
 
 # ------------------------------------------------------------------------------------------------------------ model
 class _Zeros(NamedTuple):
-    """Arguments for modules that a batch leaves idle: one sample of one token."""
+    """Zero arguments for modules that a batch does not use: one sample of one token."""
 
     input: Tensor  # (1, C, p, q)
     target: Tensor  # (1, C', p, q)
@@ -147,8 +147,8 @@ class _Zeros(NamedTuple):
 class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     """Neural operator: encode, advance, decode.
 
-    Every parameter takes part in every backward, whatever the task and the parts. DDP and ZeRO wait for each gradient.
-    FSDP2 would leave no gradient where they fill in zeros, and an optimizer treats the two differently.
+    Every parameter takes part in every backward, whatever the task and the parts. DDP and ZeRO wait for every gradient.
+    For an unused parameter they fill in zeros, where FSDP2 leaves None, which an optimizer treats differently.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ModulatedBlock", "DecoderLayer"]  # sharded as one unit by FSDP2
@@ -167,7 +167,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.target_encoders = nn.ModuleList()
         for task, grid in shapes:
             own = nn.Identity()
-            # Where the target has the input's fields, the input's encoder serves both.
+            # If the target has the same fields as the input, one encoder serves both.
             if not task.same_fields:
                 own = encoder(task.target_channels, grid)
             self.target_encoders.append(own)
@@ -176,10 +176,10 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.operator = LatentOperator(config)
         heads = [task.heads for task in config.tasks]
         self.decoder = AnyPointDecoder(self.grids, heads, model.decoder())
-        # After all parts exist: every linear layer starts by one rule, and the exceptions follow.
+        # Once all parts exist, all linear layers are initialised by one rule. The exceptions follow.
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)  # it starts as persistence
-        # Built last, so the other weights start with the same values with and without it.
+        # Built last, so that the other weights get the same initial values with and without it.
         self.residual = self._build_residual() if model.residual_depth else None
 
     def _build_residual(self) -> FieldResidual:
@@ -207,9 +207,9 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """Run the model on input (B, C, H, W), target (B, C', H, W) or None, parameters (B, P) and dt (B,) of one task.
 
         queries (B, Q, d) are from 0 to 1 as in `FieldGrid.coordinates`, None for every point of the grid. keep
-        (B, blocks) is of `drop_path`. A `ResidualGuess` as input is corrected, with the conditioning behind a
-        stop-gradient, and nothing else is computed. All training goes through this function: a wrapper for several
-        processes sees only the forward. Outputs have the compute dtype.
+        (B, blocks) is of `drop_path`. For a `ResidualGuess` as input, only its correction is computed, with the
+        conditioning detached. All training goes through this function, because wrappers such as DDP only see the
+        forward. Outputs have the compute dtype.
         """
         if isinstance(input, ResidualGuess):
             conditioning = self.conditioning(dt, parameters, task)
@@ -221,7 +221,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
                 target_latent = self._target_encoder(task)(target)
             predicted = None
             if parts.operator or parts.prediction:
-                # The stage that learns the operator alone keeps the latents where the decoder knows them.
+                # A frozen encoder's latents are detached, so that they stay as the decoder learned them.
                 start = latent if parts.train_encoder else latent.detach()
                 conditioning = self.conditioning(dt, parameters, task)
                 predicted = start + self.operator(start, conditioning, task, keep)
@@ -239,7 +239,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         task: int,
         parts: Parts,
     ) -> PdeOutput:
-        """Decode the latents that ``parts`` ask for."""
+        """Decode the latents that ``parts`` select, and build the output."""
         points = queries
         if points is None:
             points = self.grids[task].coordinates(latent.device)[None]
@@ -267,7 +267,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         )
 
     def _with_all(self, output: PdeOutput, task: int) -> PdeOutput:
-        """Connect every output to every parameter, without changing a value."""
+        """Make every output depend on every parameter without changing its value, so that all get gradients."""
         # Zero times the outputs of the unused modules. A sum over the parameters would not do, because sharded weights
         # exist only inside the forward of their own module.
         present = [x for x in output if x is not None]
@@ -299,7 +299,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         together = self.decoder(torch.cat(present), points, task)  # (k * B, fields, Q)
         decoded = iter(together.chunk(len(present)))
         of_target = slice(0, shape.target_channels)
-        # Fields that are in input and target alike share a head.
+        # A field that is in both input and target has one head for both.
         of_input = of_target if shape.same_fields else slice(shape.target_channels, None)
         channels = (of_input, of_target, of_target)
         fields: list[Tensor | None] = []
@@ -314,7 +314,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
         points = self.grids[task].coordinates(target_latent.device)[None]
-        # Detached: the loss asks the decoder and the encoder to agree, not the latent to move to where they do.
+        # Detached: the loss should make decoder and encoder agree, not move the latent to where they do.
         decoded = self.decoder(target_latent.detach(), points, task)  # (B, fields, H * W)
         fields = decoded[:, : shape.target_channels].unflatten(-1, shape.grid)
         return self._target_encoder(task)(fields)
@@ -322,7 +322,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
-        # The operator halves them once per stage on the way to its middle, where IDLE_TOKENS have to be left.
+        # Each stage before the middle halves the tokens, and IDLE_TOKENS must be left at the middle.
         halvings = len(self.config.model.stages) // 2
         cells = math.prod(self.grids[task].cells)
         tokens = min(IDLE_TOKENS << halvings, cells)
@@ -339,7 +339,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _unused_task(self, task: int, token: Tensor) -> Iterator[Tensor]:
         """Run the modules of a task that has no sample in this batch."""
         zeros = self._zeros(task, token.device)
-        # A field of one token is the least that every weight of the encoder takes part in.
+        # A field of one token is the smallest that uses every weight of the encoder.
         yield self.encoders[task](zeros.input)
         query = self.decoder.embed(token, zeros.point, task)
         yield self.decoder.read(query, task)
@@ -349,7 +349,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         yield self.conditioning(zeros.dt, zeros.parameters, task)
 
     def _unused_parts(self, task: int, token: Tensor, output: PdeOutput) -> Iterator[Tensor]:
-        """Run the modules of the batch's own task that its terms of the loss leave out."""
+        """Run the modules of the batch's own task that its loss terms do not use."""
         zeros = self._zeros(task, token.device)
         same_fields = self.config.tasks[task].same_fields
         if output.latent is None:
@@ -359,7 +359,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         if output.predicted_latent is None:
             conditioning = self.conditioning(zeros.dt, zeros.parameters, task)
             yield self.operator(token, conditioning, task, None)
-        # The target is encoded again only from what the decoder gives.
+        # Re-encoding runs the decoder as well, so any of these outputs means that it has run.
         decoded = (
             output.input_reconstruction,
             output.target_reconstruction,

@@ -42,8 +42,8 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
     """Score the baselines on the first ``samples`` held-out texts, with the model's own masks and shuffled partners.
 
     Returns ``t2l_ridge_cosine``, ``unigram_nll``, ``l2t_log_linear_nll``, its ``_shuffled`` and
-    ``l2t_log_linear_gain``. The first and the last three are absent where their fit would take minutes. Call it on
-    one process. It takes some seconds, once per run.
+    ``l2t_log_linear_gain``. The first one and the last three are absent where their fit would take minutes. Call it on
+    one process only. It takes seconds once per run.
     """
     fitted = fit_baselines(data.train, data.tokenizer.vocab_size)
     mask_id = data.tokenizer.mask_id

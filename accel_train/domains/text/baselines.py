@@ -1,6 +1,6 @@
-"""Linear baselines for a model of text and latents, blind to the order of the tokens.
+"""Linear baselines for a model of text and latents. They ignore the order of the tokens.
 
-Ridge regression maps a bag of tokens to the latent, a log-linear model maps the latent to a bag of tokens.
+Ridge regression maps a bag of tokens to the latent. A log-linear model maps the latent to a bag of tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from accel_train.data.datasets import Batch
 
 RIDGES = (1.0, 10.0, 100.0)
-"""Added to the diagonal of a Gram matrix of token counts, in occurrences of a token."""
+"""Ridge strengths, added to the diagonal of the Gram matrix of token counts."""
 MAX_TRAINING_ROWS = 32_768
 MAX_FEATURES = 4096
-"""Most frequent tokens counted by the linear map. The constant feature comes on top."""
+"""Number of most frequent tokens that the linear map counts. A constant feature is added to them."""
 MAX_LINEAR_WEIGHTS = 1 << 23
-"""Features times latent values. Above it ridge regression would take minutes of one core: 19 s for 2,048 texts here."""
+"""Features times latent values. Above this, ridge regression would take minutes on a core: at it, 19 s for 2,048 texts."""
 MAX_LOG_LINEAR_WEIGHTS = 1 << 20
-"""Vocabulary times latent values. Above it the log-linear fit would take minutes."""
+"""Vocabulary times latent values. Above this, the log-linear fit would take minutes."""
 BLOCK_ROWS = 4096
 
 # Adam for the log-linear fit. A third epoch no longer lowers the error on unseen texts.
@@ -45,7 +45,7 @@ class TextBaselines:
     """Baselines fitted on training texts. Each output is a function of one text or of one latent."""
 
     texts: int
-    """Training texts used for the fit."""
+    """Number of training texts used for the fit."""
     columns: Tensor  # (V,) int64: the column of a counted token, F for all others
     linear: Tensor | None  # (F + 1, L * Dz); None where it was left out
     unigram: Tensor  # (V,) log frequency
@@ -68,8 +68,8 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
 
     The linear map is ridge regression on the counts of the 4096 most frequent tokens. Its strength is chosen on an
     eighth of the texts. The log-linear map is softmax(W latent + b), fitted by Adam in two epochs. The first is left
-    out above eight million weights, the second above one million. Deterministic. Call it on one process: the demo takes
-    about 8 seconds of one core.
+    out above eight million weights, the second above one million. The result is deterministic. Call it on one process:
+    the demo takes about 8 seconds of one core.
     """
     rows = _training_rows(len(train))
     counts = torch.zeros(vocabulary_size)
@@ -77,7 +77,7 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
         counted = batch["maskable"].flatten().float()
         counts.scatter_add_(0, batch["tokens"].flatten(), counted)
     columns = _feature_columns(counts)
-    # Half an occurrence more for each token keeps the logarithm of an unseen one finite.
+    # Adding half an occurrence to each token keeps the logarithm of an unseen one finite.
     unigram = (counts + 0.5).log().log_softmax(0)
     log_linear = None
     if fits_log_linear(train, vocabulary_size):
@@ -89,10 +89,10 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
 
 
 def _training_rows(total: int) -> Tensor:
-    """Choose rows at even distances, in a fixed random order."""
+    """Choose evenly spaced rows, in a fixed random order."""
     # Shuffled, because the first eighth validates and the batches of the log-linear fit should be mixed.
     count = min(total, MAX_TRAINING_ROWS)
-    # In fp64: in fp32 the last place may lie behind the last of more than 2^24 rows.
+    # In fp64: in fp32 the last index may round up past the end of more than 2^24 rows.
     rows = torch.linspace(0, total - 1, count, dtype=torch.float64).round().long()
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(rows), generator=generator)
@@ -103,7 +103,7 @@ def _feature_columns(counts: Tensor) -> Tensor:
     """Map each token to a column: (V,) counts -> (V,) int64. The rarest tokens share the last one."""
     occurring = int((counts > 0).sum())
     features = min(MAX_FEATURES, occurring)
-    # Stable: among tokens that are equally frequent the order must not depend on the machine.
+    # Stable, so that the order of equally frequent tokens does not depend on the machine.
     by_frequency = counts.argsort(descending=True, stable=True)
     columns = torch.full((len(counts),), features)
     columns[by_frequency[:features]] = torch.arange(features)
@@ -111,7 +111,7 @@ def _feature_columns(counts: Tensor) -> Tensor:
 
 
 def fits_linear(train: Rows, vocabulary_size: int) -> bool:
-    """Return True if the linear map is small enough to fit, with every token of the vocabulary in the texts."""
+    """Return True if the linear map is small enough to fit, even if every token of the vocabulary occurs."""
     latent = train.batch([0])["latent"]
     return min(MAX_FEATURES, vocabulary_size) * latent.numel() <= MAX_LINEAR_WEIGHTS
 
@@ -127,7 +127,7 @@ def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:
     features = int(columns.max())
     bag = torch.zeros(len(tokens), features + 1)  # (B, F + 1)
     bag.scatter_add_(1, columns[tokens], maskable.float())
-    # Uncounted tokens fell into the last column, so the constant is written over them.
+    # Uncounted tokens fell into the last column. The constant replaces their count.
     bag[:, features] = 1.0
     return bag
 
@@ -135,13 +135,13 @@ def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:
 def _fit_linear(train: Rows, rows: Tensor, columns: Tensor) -> Tensor:
     """Solve the normal equations in about N F^2 + 2 F^3 operations. Counts are exact in fp32, the solution is fp64."""
     validation = len(rows) // 8
-    # The moments of both parts are kept, so that the last fit on all rows reads nothing again.
+    # Keep the moments of both parts: the final fit on all rows then reads nothing again.
     gram, cross = _moments(train, rows[validation:], columns)
     validation_gram, validation_cross = _moments(train, rows[:validation], columns)
 
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
-        # |bags @ weights - latents|^2 without |latents|^2, which no ridge changes. It needs the moments alone.
+        # |bags @ weights - latents|^2 without |latents|^2, which no ridge changes. It only needs the moments.
         slope = validation_gram @ weights - 2 * validation_cross
         return float((weights * slope).sum())
 
@@ -168,7 +168,7 @@ def _moments(train: Rows, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor
 
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    # Positive definite by the ridge, so that Cholesky is possible, at half the cost of a general solver.
+    # The ridge makes it positive definite, so Cholesky works, at half the cost of a general solver.
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
     return torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
 
@@ -190,7 +190,7 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
         batch = train.batch(indices.tolist())
         gradient = _log_linear_gradient(weights, batch)
         first.lerp_(gradient, 1 - BETAS[0])
-        # Squared in place: `first` has taken the gradient itself.
+        # Squared in place: `first` has already used the gradient itself.
         second.lerp_(gradient.square_(), 1 - BETAS[1])
         first_correction = 1 - BETAS[0] ** (step + 1)
         second_correction = 1 - BETAS[1] ** (step + 1)

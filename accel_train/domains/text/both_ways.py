@@ -32,7 +32,7 @@ from accel_train.domains.diffusion.timesteps import stratified
 from accel_train.metrics.progress import Labels
 
 Scores = Callable[[Batch, Batch, Tensor, Tensor], dict[str, Tensor]]
-"""Sums of one batch, from the batch, its shuffled partner, and the latents and tokens sampled for it."""
+"""Function of a batch, its shuffled partner, and the latents and tokens sampled for it, to sums over the batch."""
 METRICS = (
     "l2t_nll",
     "l2t_nll_shuffled",
@@ -42,7 +42,7 @@ METRICS = (
     "t2l_cosine_shuffled",
     "t2l_mean_cosine",
 )
-"""Sums returned by ``BothWays.metric_sums``, in addition to the counts of tokens and samples."""
+"""Sums returned by ``BothWays.metric_sums``, in addition to the counts of tokens, masked tokens and samples."""
 
 
 LABELS = Labels(
@@ -65,12 +65,12 @@ class Sampled(NamedTuple):
     latents: Tensor
     """(B, L, Dz), each from the row's text."""
     unconditional: Tensor | None
-    """(B, L, Dz), from no text."""
+    """(B, L, Dz), sampled without a text. None if not requested."""
 
 
 @dataclass(frozen=True)
 class BothWays:
-    """A model with its samplers. Every process must call its methods equally often."""
+    """A model with its samplers. Every process must call its methods equally often: the forward may be collective."""
 
     model: Callable[..., Any]
     mask_id: int
@@ -82,11 +82,11 @@ class BothWays:
     def with_sampling(
         self, steps: int | None = None, temperature: float | None = None, guidance: float | None = None
     ) -> BothWays:
-        """Return these samplers with other settings in both directions. None: as they are."""
+        """Return these samplers with other settings in both directions. None keeps a setting."""
         asked = {"steps": steps, "temperature": temperature, "guidance": guidance}
         changed: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         text = replace(self.text, **changed)
-        # A latent is computed from its noise and not drawn from a distribution.
+        # Latents have no temperature: they are computed from noise, not drawn from a distribution.
         changed.pop("temperature", None)
         return replace(self, text=text, latent=replace(self.latent, **changed))
 
@@ -135,7 +135,7 @@ class BothWays:
         )
 
     def sample_all(self, batch: Batch, unconditional: bool = False) -> Sampled:
-        """Sample in both directions, and if asked latents without a text."""
+        """Sample in both directions, and with ``unconditional`` also latents without a text."""
         tokens = self.sample_text(batch)
         latents = self.sample_latents(batch)
         free = self.sample_latents(batch, with_text=False) if unconditional else None
@@ -149,14 +149,14 @@ class BothWays:
 
         ``x_nll`` / ``tokens`` is a bound in nats per maskable token. ``x_cosine`` / ``samples`` is a cosine between
         latents sampled from pure noise and true ones. ``t2l_mean_cosine`` samples in one step, so it scores the mean
-        of the model's distribution. A model deaf to its condition scores the same with a shuffled one. ``scores`` adds
-        sums of its own, and those of ``latent_error_sums``.
+        of the model's distribution. A model that ignores its condition scores the same with a shuffled one. With
+        ``scores``, its sums and those of ``latent_error_sums`` are added.
         """
 
         def nll_sums(latent: Tensor | None) -> dict[str, Tensor]:
             return text_nll_sums(self.text_predictor(batch, latent), batch, self.mask_id, self.seed, timesteps)
 
-        # The same masks in all three, so that their differences are the condition's alone.
+        # The same masks in all three, so that they differ only by the condition.
         matching = nll_sums(batch["latent"])
         mismatched = nll_sums(shuffled["latent"])
         unconditional = nll_sums(None)
@@ -187,11 +187,11 @@ class BothWays:
     def latent_error_sums(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
         """Sum the squared error of the latents predicted from noised ones, a mean over the elements of each sample.
 
-        ``t2l_error``: with the own text; ``t2l_error_shuffled``: with another's; ``unconditional_error``: with none.
-        Averaged over ``timesteps`` stratified times, the same noise for all three. Latents have variance 1, so that an
-        error of 1 is that of predicting their mean.
+        ``t2l_error`` is with the sample's own text, ``t2l_error_shuffled`` with another one's, and
+        ``unconditional_error`` without a text. They are averaged over ``timesteps`` stratified times, with the same
+        noise for all three. Latents have variance 1, so predicting their mean has an error of 1.
         """
-        # Another text, but this batch's samples and weights: the noise is keyed by them.
+        # Another text, but this batch's samples and weights: the noise is keyed by sample.
         other = dict(batch)
         for name in ("tokens", "text_mask", "maskable"):
             other[name] = shuffled[name]
@@ -222,7 +222,7 @@ class BothWays:
 
 
 def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int | None = None) -> BothWays:
-    """Build the samplers that a model's config.json describes, with ``steps`` of their own if given."""
+    """Build the samplers that a model's config.json describes. ``steps``, if given, replaces their number of steps."""
     sampler = described["sampler"]
     both = BothWays(
         model,
@@ -289,7 +289,7 @@ def metrics_from_sums(sums: Mapping[str, Tensor | float], timesteps: int) -> dic
 
 
 def _count_of(metric: str) -> str:
-    """Name the count that a metric's sum is divided by."""
+    """Return the name of the count that a metric's sum is divided by."""
     if "nll" in metric:
         return "tokens"
     if metric.endswith("accuracy"):
@@ -329,12 +329,12 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
 def bag_nll_sum(log_probabilities: Tensor, batch: Batch, mask_id: int, seed: int, timesteps: int) -> Tensor:
     """Compute ``nll`` of ``text_nll_sums``, at the same masks, for a model with one distribution (B, V) per text.
 
-    Its prediction is the same at every position and does not depend on the other tokens.
+    Such a model predicts the same at every position, whatever the other tokens are.
     """
     token_nll = -log_probabilities.gather(1, batch["tokens"])  # (B, S)
     sums: list[Tensor] = []
     for _, masked, time in _corruptions(batch, mask_id, seed, timesteps):
-        # Not a product with the mask: a word of probability 0 has an infinite loss, and 0 times that is NaN.
+        # Not multiplied by the mask: a token of probability 0 has an infinite loss, and 0 times infinity is NaN.
         text_nll = torch.where(masked, token_nll, 0.0).sum(-1)
         sums.append(text_nll * elbo_weight(time))
     return (torch.stack(sums).sum(0) * batch["weight"]).sum()
@@ -371,12 +371,12 @@ class EvaluationConfig:
     timesteps: PositiveInt = 16
     """Stratified noise levels per sample of the likelihood bound."""
     shown: PositiveInt = 6
-    """Samples per direction in samples.md."""
+    """Samples shown per direction in samples.md."""
     text: TextSamplingConfig = field(default_factory=TextSamplingConfig)
     latent: LatentSamplingConfig = field(default_factory=LatentSamplingConfig)
 
     def guidance(self) -> dict[str, float]:
-        """Return the strength of guidance in each direction by its option."""
+        """Map the guidance option of each direction to its strength."""
         return {"evaluation.text.guidance": self.text.guidance, "evaluation.latent.guidance": self.latent.guidance}
 
     def due(self, step: int, max_steps: int) -> bool:

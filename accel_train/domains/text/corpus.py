@@ -1,6 +1,6 @@
 """Texts from the bundled demo, JSONL and text files, saved datasets and the Hub, with their held-out split.
 
-Every error names its place: file:line, or the sample's index in a dataset.
+Errors name the place of a bad row: file:line, or the sample's index in a dataset.
 """
 
 import errno
@@ -33,14 +33,14 @@ from accel_train.wording import did_you_mean, nearest
 DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
 NO_ID = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
-"""Endings of files. No id of the Hub has one."""
+"""File endings. A path with one of them is not taken for a Hub id."""
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts with the places of their ready-made latents."""
+    """Texts, with references to their ready-made latents if they have them."""
 
     texts: list[str]
     references: list[tuple[str | int, int]] = field(default_factory=list)
@@ -48,11 +48,11 @@ class Corpus:
     skipped: int = 0
     """Number of bad rows left out."""
     contents: list[str] = field(default_factory=list)
-    """Hash of the file that each text describes, of rows that name it. Else empty."""
+    """Hash of the file, such as a picture, that each text describes. Empty unless every row names one."""
 
     @property
     def sources(self) -> Sequence[Hashable]:
-        """What the latent of each text was made of: texts with equal ones share it. Empty if latents are computed."""
+        """Source of each text's ready-made latent. Texts with equal sources share it. Empty if latents are computed."""
         return self.contents or self.references
 
     def select(self, keep: Sequence[int]) -> "Corpus":
@@ -68,7 +68,7 @@ class Corpus:
 
 
 def resolve_path(option: str, value: str) -> Path:
-    """Return the absolute path of an existing file or folder. `~` and `$VAR` are expanded."""
+    """Return the absolute path of a file or folder, with `~` and `$VAR` expanded. Raises `UsageError` if it is missing."""
     path = expand_path(value)
     try:
         path.stat()
@@ -97,7 +97,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
         if reason:
             bad.add(place, reason)
             continue
-        # Space at the ends of a text is a habit of files, and no word of it.
+        # Whitespace around a text comes from the file format and is not part of the text.
         texts.append(row[text_column].strip())
         if with_references:
             references.append((row["shard"], row["idx"]))
@@ -109,7 +109,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
             f"one row with text in {text_column!r} is required: check the path, --data.split and --data.text_column."
         )
     if len(contents) < len(texts):
-        # Of some rows alone it says nothing of the others. Rows of one latent are still on one side.
+        # Hashes of only some rows cannot group all of them. Rows with the same reference still share a split.
         contents = []
     return Corpus(texts, references, bad.count, contents)
 
@@ -123,14 +123,14 @@ def _rows(
         return itertools.chain.from_iterable(json_rows(_lines(file, bad), bad) for file in files)
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
-    # Asked before the path is, because an id of the Hub looks like a relative one.
+    # Checked before the path, because a Hub id looks like a relative path.
     if is_hub_id(path, NO_ID):
         return dataset_rows(load_hub_dataset(path, split), path, text_column)
     source = resolve_path("--data.path", path)
     if is_saved_dataset(source):
         return dataset_rows(saved_dataset(source, split), path, text_column)
     if source.is_fifo():
-        # To open one waits until somebody writes to it.
+        # Opening a named pipe would block until something writes to it.
         raise UsageError(f"--data.path {str(source)!r} is a named pipe, and rows are read at every start. Give a file.")
     if source.suffix in TABLE_FILES:
         return dataset_rows(table(source, [text_column]), path, text_column)
@@ -138,7 +138,7 @@ def _rows(
 
 
 def check_options_have_effect(path: str, split: str, text_column: str, heldout_path: str | None = None) -> None:
-    """Refuse a split for a source without splits, and a column if no source has columns."""
+    """Refuse a split for a source that has no splits, and a text column if no source has columns."""
     plain = _has_lines_alone(path)
     if text_column != "text" and plain and (heldout_path is None or _has_lines_alone(heldout_path)):
         raise UsageError(
@@ -162,12 +162,12 @@ def has_splits(path: str) -> bool:
 
 
 def left_out_notices(path: str) -> list[str]:
-    """Return lines on the files of runs, and on pictures, in a folder of texts."""
+    """Return notices about files that are not read in a folder of texts: those of runs, and pictures."""
     folder = expand_path(path)
     if not folder.is_dir() or is_saved_dataset(folder):
         return []
     notices = run_file_notices(folder.iterdir())
-    # Not below it, where the report of a run may lie.
+    # Not in subfolders, which may hold the report of a run.
     if _has_picture(folder.iterdir()):
         notices.append(
             f"--data.path {path!r} holds pictures, which are not read: only its texts are learned. For captioned "
@@ -190,7 +190,7 @@ def _has_lines_alone(path: str) -> bool:
 
 
 def _jsonl_files(path: str, text_column: str) -> list[Path]:
-    """List the JSONL files of `path`. Their rows name the places of ready-made latents."""
+    """List the JSONL files of `path`, whose rows refer to ready-made latents."""
     files: list[Path] = []
     if path != "demo":
         files = _line_files(resolve_path("--data.path", path))
@@ -236,18 +236,18 @@ def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of all non-empty lines, without a UTF-8 byte-order mark and without CRLF."""
     try:
-        # In bytes, so that a line of another encoding is one bad row and not the end of the file.
+        # Read as bytes, so that a line in another encoding is one bad row and does not end the file.
         stream = file.open("rb")
     except OSError as error:
         raise UsageError(f"--data.path: {file} cannot be opened ({error}). Make it readable.") from None
     with stream:
         for number, raw in enumerate(stream, 1):
             if number == 1:
-                # Every line of such a file would be a bad row. One message names the cause.
+                # Every line of such a file would be a bad row, so name the cause once instead.
                 code = CODES.get(raw[:2])
                 if code is not None:
                     raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
-                # The byte-order mark of some editors would become part of the first text or break its JSON.
+                # A byte-order mark, as some editors write it, would become part of the first text or break its JSON.
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             place = f"{file}:{number}"
             try:
@@ -264,9 +264,9 @@ def _text_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 
 
 def text_fault(row: Mapping[str, Any], column: str) -> str | None:
-    """Return the fault of a row's text, or None."""
+    """Describe what is wrong with a row's text. Returns None for a usable text."""
     if column not in row:
-        # Numbers are no text, and to name them would end in the next error.
+        # Only columns of text are suggested: a column of numbers would end in the next error.
         texts = [name for name, value in row.items() if isinstance(value, str)]
         near = nearest(column, texts) or next(iter(texts), None)
         hint = ""
@@ -279,7 +279,7 @@ def text_fault(row: Mapping[str, Any], column: str) -> str | None:
     if not text.strip():
         return f"{column!r} is empty"
     try:
-        # The escapes of JSON can spell half a pair. Hashing or tokenising the text would fail later.
+        # JSON escapes can spell half of a surrogate pair, on which hashing and tokenising would fail later.
         text.encode()
     except UnicodeEncodeError:
         return f"{column!r} holds half of a surrogate pair, which is no character"
@@ -331,10 +331,10 @@ def split_heldout(
 ) -> tuple[list[int], list[int]]:
     """Return the indices of (training, held-out) texts. A text is held out if the hash of its words is low.
 
-    The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
-    always in the same split. So are texts that share a latent, such as the captions of one picture. Of equal texts the
-    first is kept, or all of them with ready-made latents. Held-out texts are in the order of `_fair_order`. Texts in
-    ``known`` have their `split_key` there.
+    The split of a text depends on its words only. It does not change when the corpus grows, and equal texts are always
+    in the same split. So are texts that share a latent, such as the captions of one picture. Of equal texts only the
+    first is kept, unless latents are ready-made. Held-out texts are in the order of `_fair_order`. ``known`` maps texts
+    to a `split_key` that replaces the computed one.
     """
     bound = held_out_below(fraction)
     known = known or {}
@@ -360,7 +360,7 @@ def _fair_order(corpus: Corpus, rows: Iterable[int], keys: Sequence[int]) -> lis
 
 
 def _without_repeated(corpus: Corpus, keys: Sequence[int]) -> Sequence[int]:
-    """Return the rows of a corpus, of those with one of its `keys` the first."""
+    """Return the rows of a corpus without repeated ones: the first row of each of the `keys`."""
     # Ready-made latents belong to rows, and equal texts may have different ones.
     if corpus.references:
         return range(len(keys))
@@ -373,7 +373,7 @@ def _without_repeated(corpus: Corpus, keys: Sequence[int]) -> Sequence[int]:
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
     """Return the indices of (training, held-out) texts of two corpora, with no held-out text or latent in training.
 
-    Captions of pictures may be in both: another picture of the same words, such as a class, is another sample.
+    A caption of pictures may be in both: different pictures may share a caption, such as the name of a class.
     """
     train_keys, heldout_keys = ([split_key(text) for text in corpus.texts] for corpus in (train, heldout))
     candidates = _without_repeated(train, train_keys)

@@ -32,18 +32,18 @@ class DataAssets:
 
     tokenizer: TextTokenizer
     encoder: LatentEncoder | None
-    """None with ready-made latents. New text cannot be encoded then."""
+    """None with ready-made latents, in which case new text cannot be encoded."""
     max_length: int
     latent_mean: Tensor
     """Mean over the training split, (Dz,)."""
     latent_std: float
     """One scalar for all dimensions, so normalising leaves the cosines of centred latents unchanged."""
     length: LengthEstimate
-    """Length of a text from its latent."""
+    """Estimate of a text's length from its latent."""
     latent_tokens: int = 1
-    """L"""
+    """Number L of tokens per latent."""
     vae: VaeReference | None = None
-    """Autoencoder of pictures whose latents these are, cut into patches."""
+    """Autoencoder whose latents of pictures, cut into patches, these are. None for other latents."""
 
     @property
     def latent_shape(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class DataAssets:
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return latents (B, L, Dz) float32, normalised with the training split's mean and std.
 
-        The texts are one batch, not a whole corpus.
+        The texts are encoded as one batch, so do not pass a whole corpus. Raises `UsageError` without an encoder.
         """
         if self.encoder is None:
             raise UsageError(
@@ -79,15 +79,15 @@ class DataAssets:
         return latents * self.latent_std + self.latent_mean
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer, the normalisation, the estimate of lengths and the encoder's files into a new folder.
+        """Write tokenizer, normalisation, length estimate and encoder files into a folder, created if missing.
 
-        transformers' AutoTokenizer reads the folder as well.
+        transformers' AutoTokenizer can read the folder, too.
         """
         from safetensors.torch import save_file
 
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_text(self.tokenizer.to_json(), "utf-8")
-        # Beside the ids in assets.json: AutoTokenizer reads masks and padding from here.
+        # AutoTokenizer reads mask and padding tokens from here, not from the ids in assets.json.
         settings = self.tokenizer.settings(self.max_length)
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
         save_file({"mean": self.latent_mean}, directory / "latent.safetensors")
@@ -108,7 +108,10 @@ class DataAssets:
 
 
 def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
-    """Read the files of `DataAssets.save`. A transformers encoder is found by its id, and its weights are verified."""
+    """Read the files of `DataAssets.save`. Raises `UsageError` if they are missing or damaged.
+
+    A transformers encoder is found by its name, and its files are verified when it is first used.
+    """
     from safetensors.torch import load_file
 
     try:
@@ -154,7 +157,7 @@ def padded_rows(tokens: Tokens, index: Tensor, positions: Tensor, pad_id: int) -
     starts = tokens.offsets[index].unsqueeze(-1)
     lengths = tokens.offsets[index + 1].unsqueeze(-1) - starts
     mask = positions < lengths
-    # Beyond its end a text would read its neighbour's tokens, and the last one past the end of all.
+    # Otherwise positions past the end of a text would read its neighbour's tokens, or past the end of all tokens.
     places = torch.where(mask, starts + positions, 0)
     return torch.where(mask, tokens.ids[places].long(), pad_id), mask
 
@@ -168,7 +171,7 @@ class TextLatents(Protocol):
     def table(self) -> LatentRows: ...
     @property
     def order(self) -> BlockOrder | None:
-        """Blocks to shuffle, and rows within windows of them. None: all rows among each other."""
+        """Blocks to shuffle, with rows shuffled within windows of blocks. None: a full shuffle of the rows."""
         ...
 
     @property
@@ -179,10 +182,10 @@ class TextLatents(Protocol):
 
 
 class TextLatentDataset:
-    """Map-style dataset of text and latents. `texts[i]` is the whole text of sample i, not cut to `max_length`."""
+    """Map-style dataset of text and latents. `texts[i]` is the full text of sample i, not cut to `max_length`."""
 
     PADDED = ("tokens", "text_mask", "maskable")
-    """Fields with the text length as second dimension."""
+    """Fields whose second dimension is the text length."""
 
     def __init__(
         self,
@@ -228,13 +231,13 @@ class TextLatentDataset:
         rows, mask = padded_rows(self._tokens, index, self._positions, self._pad_id)
         memory = self._memory.empty(len(indices), *self.table.shape)
         latent = self.table.rows(index, memory)
-        # `rows` has copied, so the mapped cache keeps its values.
+        # `rows` returns a copy, so this does not change the memory-mapped cache.
         latent.sub_(self._mean).div_(self._std)
         maskable = mask & self._maskable[rows]
         return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
 
     def kind(self, index: int) -> Hashable:
-        """Return the text, which several samples of ready-made latents may have."""
+        """Return the text, by which samples are grouped. With ready-made latents, several samples may share one."""
         return self.texts[index]
 
     def length(self, index: int) -> int:
@@ -260,13 +263,13 @@ def statistics(table: LatentRows) -> tuple[Tensor, float]:
     for _, block in table.blocks():
         flat = block.double().flatten(0, 1)  # (n * L, Dz)
         count += len(flat)
-        # Sums and not means of blocks, because the last block is smaller.
+        # Sums rather than means of blocks, because the last block is smaller.
         total = total + flat.sum(0)
         squares += float((flat**2).sum())
     mean = total / count
     mean_square = float((mean**2).mean())
     variance = squares / (count * len(mean)) - mean_square
-    # Rounding leaves a variance of this size where all latents are equal.
+    # If all latents are equal, rounding still leaves a variance of this size.
     if variance <= 1e-12 * max(1.0, mean_square):
         raise UsageError(
             f"--data.encoder: all {count} latents of the training split are equal, so they say nothing about "
@@ -278,11 +281,12 @@ def statistics(table: LatentRows) -> tuple[Tensor, float]:
 def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAssets) -> str:
     """Hash texts, tokenizer, length and latents with sha256.
 
-    Latents enter by the encoder's identity, ready-made ones by theirs if they have one, else by their bytes.
+    Latents are identified by their encoder. Ready-made ones are identified by their own identity if they have one, and
+    otherwise by their bytes.
     """
     digest = hashlib.sha256(f"{texts_hash(texts)} {assets.max_length} {assets.tokenizer.to_json()}".encode())
     if assets.encoder is not None:
-        # It tells weights, pooling and length, from which the latents follow. Millions of them need not be hashed.
+        # It covers weights, pooling and length, which determine the latents. Millions of those need not be hashed.
         digest.update(assets.encoder.identity.encode())
     elif table.identity:
         digest.update(table.identity.encode())
@@ -306,7 +310,7 @@ class PreparedData:
     notices: tuple[str, ...]
     """Lines for the main process to log: sizes, texts cut or left out."""
     ledger: Ledger = ()
-    """Data seen before by the resumed run, if they may change."""
+    """Record of the data that the resumed run has used before, if data.changed allows changes."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -338,13 +342,13 @@ class PreparedData:
         for start, block in self.train.table.blocks():
             keys = F.normalize(self.assets.normalise(block).flatten(1), dim=1)
             cosine, index = (queries @ keys.T).max(1)
-            # Strictly above, so that the first of equal rows wins whatever the size of a block.
+            # Strictly greater, so that the first of equal rows wins for any block size.
             nearest = torch.where(cosine > best, index + start, nearest)
             best = torch.maximum(best, cosine)
         return nearest.tolist(), best.tolist()
 
     def nearest_texts(self, latents: Tensor) -> list[tuple[str, float]]:
-        """Find the text of each of the `nearest_rows`, with the cosine."""
+        """Return the texts of the `nearest_rows`, each with its cosine."""
         indices, cosines = self.nearest_rows(latents)
         texts = [self.train.texts[index] for index in indices]
         return list(zip(texts, cosines, strict=True))
@@ -359,7 +363,7 @@ class PreparedData:
 def text_rows(prepared: tuple[PreparedData, object]) -> TextRows:
     """Return the texts of a run for ``accel-train data rows``, with the tokens that masked diffusion learns.
 
-    ``prepared`` are its data, and what pictures are scored with.
+    ``prepared`` holds the data of the run, followed by the scoring of pictures, which is not used.
     """
     data, _ = prepared
     tokenizer = data.tokenizer
@@ -381,6 +385,6 @@ def _row(data: PreparedData, dataset: TextLatents, index: int) -> TextRow:
     length = int(sample["text_mask"].sum())
     ids = sample["tokens"][:length].tolist()
     learned = sample["maskable"][:length].tolist()
-    # Once more, because the cache has the number of truncated texts and not which.
+    # Tokenised again, because the cache only has the number of truncated texts and not which they are.
     cut = data.tokenizer.tokenise([dataset.texts[index]], data.assets.max_length).truncated
     return TextRow(ids, learned, [*range(length)], ["truncated" * cut])

@@ -1,4 +1,4 @@
-"""Latents of a transformers encoder, given by Hub id or by a local directory with safetensors weights."""
+"""Latents from a transformers encoder, named by a Hub id or by a local directory with safetensors weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 ENCODER_FILE = "encoder.json"
 LARGE = (".safetensors", ".model")
 LARGE_BYTES = 10_000_000
-"""The Hub names larger files, and those of the kinds above, by their sha256, and others as git does."""
+"""The Hub identifies files of this size or of the kinds above by their sha256, and others by their git hash."""
 MAX_LENGTH = 512
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -47,7 +47,7 @@ class LatentEncoder(Protocol):
     def batch_size(self) -> int: ...
     @property
     def normalise(self) -> bool:
-        """Latents have length 1."""
+        """True: latents are scaled to length 1."""
         ...
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
@@ -56,21 +56,21 @@ class LatentEncoder(Protocol):
 
 @dataclass(frozen=True)
 class TransformerEncoder:
-    """A transformers encoder in float32. The first `encode` loads the model, so a full cache never loads it."""
+    """A transformers encoder in float32. The model is loaded by the first `encode`, so not at all if the cache is full."""
 
     name: str
     pooling: Pooling = "mean"
     normalise: bool = True
     max_length: int | None = None
-    """Tokens read of each text. None: the model's maximum, but at most MAX_LENGTH."""
+    """Maximum number of tokens read per text. None: the model's maximum, but at most MAX_LENGTH."""
     latent_dim: int | None = None
     """Number of leading dimensions to keep before normalisation (Matryoshka models). None: all."""
     batch_size: int = 64
     device: str = "cpu"
     weights_hash: str | None = None
-    """Required hash of the model's files, set by a checkpoint's assets. Other files are refused."""
+    """Required hash of the model's files, set by a checkpoint's assets. Files with another hash are refused."""
     revision: str | None = None
-    """Commit of a Hub id, of a checkpoint's assets or of rank 0. None: the newest."""
+    """Commit of a Hub id, taken from a checkpoint's assets or from rank 0. None: the newest."""
 
     @cached_property
     def folder(self) -> Path:
@@ -78,8 +78,8 @@ class TransformerEncoder:
 
     @property
     def commit(self) -> str | None:
-        """Commit of a Hub id. None: a local directory."""
-        # The folder of a snapshot has the name of its commit.
+        """Commit of a Hub id. None for a local directory."""
+        # The Hub's cache names the folder of a snapshot after its commit.
         return self.folder.name if local_folder(self.name) is None else None
 
     @cached_property
@@ -95,7 +95,7 @@ class TransformerEncoder:
 
     @property
     def identity(self) -> str:
-        # Device and batch size are left out, so that a cache serves other machines too.
+        # Device and batch size are left out, so that other machines can use the same cache.
         facts = [VERSION, self.files_hash, self.pooling, self.normalise, self._length, self.dim]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -117,10 +117,10 @@ class TransformerEncoder:
                 tokenizer = strict_json.read_object(settings)
             except ValueError as error:
                 raise unreadable(self.name, ValueError(f"{settings}: {error}")) from None
-        # Configs of multimodal models keep the sizes of their text part in a config of its own.
+        # The config of a multimodal model keeps the sizes of its text part in a nested config.
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        # transformers saves 1e30 for a tokenizer without a limit, so neither number can be trusted alone. XLNet, which
-        # has none, says -1.
+        # Neither number can be trusted alone: transformers saves 1e30 for a tokenizer without a limit, and XLNet, which
+        # has no limit, gives -1.
         given = (tokenizer.get("model_max_length"), positions)
         limits = [int(limit) for limit in given if isinstance(limit, int | float) and limit > 0]
         if self.max_length is None:
@@ -146,7 +146,7 @@ class TransformerEncoder:
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
-        # Computing the hash refuses other weights before they are used.
+        # Computing the hash refuses changed weights before they are used.
         _ = self.files_hash
         model = load_model(self.name, self.folder, self._config)
         tokenizer = load_tokenizer(self.name, self.folder)
@@ -177,10 +177,10 @@ class TransformerEncoder:
         return latents.cpu().numpy()
 
     def resumed(self, assets: Path | None) -> TransformerEncoder:
-        """Return it at the commit in the assets of the checkpoint to resume, if they are of the same model."""
+        """Return this encoder at the commit recorded in a checkpoint's assets, if they name the same model."""
         recorded: dict[str, Any] = {}
         if assets is not None:
-            with suppress(OSError, ValueError):  # a damaged checkpoint is passed over by the resume too
+            with suppress(OSError, ValueError):  # the resume skips a damaged checkpoint as well
                 recorded = strict_json.read_object(assets / ENCODER_FILE)
         if recorded.get("kind") != VERSION or recorded.get("name") != self._place:
             return self
@@ -192,7 +192,7 @@ class TransformerEncoder:
         return str(local_folder(self.name) or self.name)
 
     def save(self, directory: Path) -> None:
-        """Write encoder.json: the id, its commit, the hash of the files and the options. Weights are not copied."""
+        """Write encoder.json: the name, its commit, the hash of its files and the options. Weights are not copied."""
         facts = {
             "kind": VERSION,
             "name": self._place,
@@ -215,14 +215,14 @@ def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
         weights = attended.to(hidden.dtype).unsqueeze(-1)
         count = weights.sum(1).clamp(min=1)
         return (hidden * weights).sum(1) / count
-    # The maximum is at the first attended position for cls, and at the last one for last.
+    # argmax finds the first attended position for cls, and the last one for last.
     order = attended.int() if pooling == "cls" else torch.where(attended, positions, -1)
     chosen = order.argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the directory of this name, None if there is none."""
+    """Return the path if ``name`` is a local directory, else None."""
     folder = expand_path(name)
     if folder.is_dir():
         return folder
@@ -230,9 +230,9 @@ def local_folder(name: str) -> Path | None:
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return the local directory of a model: itself, or the Hub's snapshot of a commit, downloaded once.
+    """Return the local directory of a model: ``name`` itself, or the snapshot of a Hub id, downloaded once.
 
-    ``revision`` None: the newest.
+    ``revision`` is a commit, None the newest one. Raises ``UsageError`` if the Hub does not have the model.
     """
     folder = local_folder(name)
     if folder is not None:
@@ -240,7 +240,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # A * also matches slashes. Subfolders hold the same weights in other formats, such as ONNX.
+        # Patterns match across slashes, and subfolders only hold the same weights in other formats, such as ONNX.
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES), ignore_patterns="*/*"))
     except Exception as error:
         raise UsageError(
@@ -253,7 +253,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 def hash_files(folder: Path) -> str:
     """Hash configuration, tokenizer and weights with sha256.
 
-    Each is read once, in about a second per GB, and its hash remembered until it changes.
+    A file is read once, at about a second per GB, and its hash is cached until it changes. Raises ``UsageError``
+    without safetensors weights.
     """
     found = (folder.glob(pattern) for pattern in MODEL_FILES)
     files = sorted(set(itertools.chain.from_iterable(found)))
@@ -284,8 +285,8 @@ def unreadable(name: str, error: Exception) -> UsageError:
 def load_model(name: str, folder: Path, config: Any) -> Any:
     """Load the text encoder in float32 and evaluation mode, without the decoder of an encoder-decoder.
 
-    Weights missing from the checkpoint would be random, so they are refused. The unused pooler and decoder may lack
-    theirs.
+    A checkpoint with missing weights is refused, because they would be random. Those of the unused pooler and decoder
+    may be missing.
     """
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
@@ -330,10 +331,10 @@ def load_tokenizer(name: str, folder: Path) -> Any:
     except Exception as error:
         raise unreadable(name, error) from None
     refuse_empty_vocabulary(f"--data.encoder {name!r}", tokenizer)
-    # Padding is not attended, so any token serves.
+    # Padding is not attended to, so any token will do.
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    # Right padding is exact for absolute positions too. Pooling finds the last real token.
+    # Right padding is also exact for absolute positions, and `pool` finds the last real token.
     tokenizer.padding_side = "right"
     return tokenizer
 

@@ -1,1 +1,1 @@
-"""Fields on the disk, generated or given, and their normalised rows."""
+"""Fields on disk, generated or brought by the user, and their normalised rows."""

@@ -1,4 +1,4 @@
-"""Tasks between fields with the constants of their normalisation: enough to run a model in another process."""
+"""Descriptions of the tasks with their normalisation constants: enough to run a model in another process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FieldTask:
     parameter: Scale
     """Scale of the parameters, or of their logarithms where `logarithmic`."""
     logarithmic: tuple[bool, ...] = ()
-    """True for each parameter read by its logarithm: positive values with a range above `WIDE`."""
+    """True for each parameter read by its logarithm: positive, with a ratio of largest to smallest above `WIDE`."""
 
     def common_scales(self) -> tuple[Scale, Scale]:
         """Return the scales of input and target in `Scale.unit` of the target, for relative errors."""
@@ -54,20 +54,23 @@ class FieldTask:
 
 @dataclass(frozen=True)
 class FieldAssets:
-    """Tasks with their normalisation: enough to run a model in another process."""
+    """All tasks with their normalisation: enough to run a model in another process."""
 
     tasks: tuple[FieldTask, ...]
 
     @property
     def parameter_count(self) -> int:
-        """P, the largest number of parameters of a task, at least 1."""
+        """P, the largest number of parameters of any task, at least 1."""
         return max(1, *(len(task.parameters) for task in self.tasks))
 
     def task(self, name: str) -> FieldTask:
         return next(task for task in self.tasks if task.name == name)
 
     def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
-        """Normalise the task's own parameters and pad them with 0 to (..., P)."""
+        """Normalise the task's own parameters and pad them with 0 to (..., P).
+
+        Raises `UsageError` if one that is read by its logarithm is not positive.
+        """
         own = self.task(task)
         if any(own.logarithmic):
             logarithmic = torch.tensor(own.logarithmic, device=values.device)
@@ -84,14 +87,14 @@ class FieldAssets:
         return torch.nn.functional.pad(scaled, (0, missing))
 
     def save(self, directory: Path) -> None:
-        """Write fields.json into a new folder."""
+        """Write fields.json into a folder, which is created if it is missing."""
         directory.mkdir(parents=True, exist_ok=True)
         facts = {"format": ASSETS_FORMAT, **asdict(self)}
         (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
 
 
 def load_field_assets(directory: Path) -> FieldAssets:
-    """Read the file of `FieldAssets.save`."""
+    """Read what `FieldAssets.save` wrote. Raises `UsageError` for a missing or damaged file or another format."""
     try:
         facts: dict[str, Any] = json.loads((directory / "fields.json").read_text("utf-8"))
         if facts["format"] != ASSETS_FORMAT:

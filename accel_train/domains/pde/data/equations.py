@@ -32,7 +32,7 @@ DEFAULT_RESOLUTION = {1: 128, 2: 32}
 GENERATOR = 1
 """Version of the generated data. It changes when the same options give other data."""
 TASK_OPTIONS = ("speed", "viscosity", "snapshots", "dt", "time_stride", "resolution_1d", "resolution_2d")
-"""Options of generation not read by every task."""
+"""Generation options that only some tasks read."""
 BLOCK = 32
 """Samples generated together. Blocks are always whole, so sample i does not depend on the number of samples."""
 MODES = 6
@@ -41,7 +41,7 @@ MODES = 6
 
 @dataclass(frozen=True)
 class PdeDataConfig:
-    """Source of the fields. Options of generation are refused with files."""
+    """Source of the fields. Generation options are refused if the fields are read from files."""
 
     path: str = DEMO
     """'demo' (generated here), a folder with files {task}_train.h5 and {task}_heldout.h5 (or .hdf5, .zarr) of our
@@ -55,11 +55,11 @@ class PdeDataConfig:
     """Held-out trajectories or problems of each task. None: 128 generated, all of a held-out file, a tenth of
     PDEBench's."""
     resolution_1d: PositiveInt | None = None
-    """Points of 1-D fields. Of files, every n-th point is read: of periodic fields it must divide their points, of
-    others 421 give 211, 141, 106 or 85, and so on. None: 128 generated, all of a file."""
+    """Points of 1-D fields. From a file, every n-th point is read. For periodic fields, n must divide their points. For
+    others, 421 points give 211, 141, 106, 85 and so on. None: 128 generated, all of a file."""
     resolution_2d: PositiveInt | None = None
-    """Points of 2-D fields along the width, the last axis. The height has as many if generated; of files, every n-th
-    point is read along both axes, with the n of the width. None: 32 generated, all of a file."""
+    """Points of 2-D fields along the width, the last axis. Generated fields are square. From a file, every n-th point
+    is read along both axes, with the n of the width. None: 32 generated, all of a file."""
     time_stride: PositiveInt = 2
     """Tasks with time: snapshots from a row's input to its target."""
     snapshots: PositiveInt = 21
@@ -81,8 +81,8 @@ class PdeDataConfig:
     """Files that changed since the run began, such as added samples. refuse: do not resume. allow: continue with the
     normalisation of the checkpoint; its assets/ledger.json records which data were used from which step."""
     cache_mib: PositiveInt | None = None
-    """Files: decoded chunks of each split kept by each process and each worker, in MiB. At least one is kept. None:
-    256."""
+    """Files: decoded chunks of each split that each process and each worker caches, in MiB. At least one chunk is
+    cached. None: 256."""
     cache_dir: str | None = None
     """Cache of generated data between runs. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
@@ -126,11 +126,11 @@ class PdeDataConfig:
                 raise UsageError(f"--data.{name} {low} {high}: the lowest comes first. Swap them.")
 
     def resolution(self, space: int) -> int:
-        """Return the points along an axis of generated fields in 1 or 2 dimensions."""
+        """Return the number of points per axis of generated fields in ``space`` dimensions, 1 or 2."""
         return self.points_of_files()[space] or DEFAULT_RESOLUTION[space]
 
     def points_of_files(self) -> dict[int, int | None]:
-        """Return the points to read along an axis of fields in 1 and 2 dimensions. None: all of a file."""
+        """Map the dimensions 1 and 2 to the points to read along an axis. None: all of a file."""
         return {1: self.resolution_1d, 2: self.resolution_2d}
 
     def samples(self, split: str) -> int | None:
@@ -142,7 +142,7 @@ class PdeDataConfig:
 
 
 Keys = Callable[[str], Tensor]
-"""Purpose of a draw -> keys (BLOCK,) int64 of `accel_train.rng`."""
+"""Function from the purpose of a draw to the keys (BLOCK,), int64, that `accel_train.rng` draws from."""
 
 
 def _advection(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
@@ -154,7 +154,7 @@ def _advection(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     phase = np.exp(-2j * np.pi * distance[..., None] * modes)  # (BLOCK, T, MODES + 1)
     spectrum = _draw_initial(keys)[:, None] * phase
     points = config.resolution(1)
-    # irfft divides by the number of points. Amplitudes are those of the sum over modes, on any grid.
+    # irfft divides by the number of points. Undo that, so that the amplitudes are the same on any grid.
     fields = np.fft.irfft(spectrum, points) * points  # (BLOCK, T, X)
     return fields[:, :, None, None], speed[:, None]
 
@@ -163,13 +163,13 @@ def _burgers(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     """Generate u_t + (u^2 / 2)_x = nu u_xx on a fine grid, and subsample it."""
     lowest, highest = config.viscosity
     logarithm = _draw_between(keys("viscosity"), math.log(lowest), math.log(highest))
-    # Uniform in the logarithm: every octave of viscosities has as many samples.
+    # Uniform in the logarithm: every octave of viscosities has equally many samples.
     viscosity = np.exp(logarithm)
     points = config.resolution(1)
     # The fine grid resolves the thinnest shock, that of the lowest viscosity.
     fine = points * 2 * math.ceil(2.5 / (lowest * points))
     spectrum = np.zeros((BLOCK, fine // 2 + 1), complex)
-    # The solver's spectra are those of numpy's rfft, which grow with the number of points.
+    # The solver takes spectra as numpy's rfft returns them, which grow with the number of points.
     spectrum[:, : MODES + 1] = _draw_initial(keys) * fine
     fields = solve_burgers(spectrum, viscosity, config.dt, config.snapshots)
     subsampled = fields[:, :, :: fine // points]  # (BLOCK, T, X)
@@ -199,13 +199,13 @@ def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     In Li et al. 2021 (arXiv 2010.08895, A.3.2) the level is 0. Here the share of 12 is drawn from 5 % to 95 %, so the
     size of u varies as well.
     """
-    # The number of modes does not grow with the grid, so every finer grid has the same problem.
+    # The number of modes does not grow with the grid, so a finer grid poses the same problem.
     modes = DEFAULT_RESOLUTION[2]
     noise = rng.normal(keys("coefficient"), (modes, modes)).double().numpy()
     fields = gaussian_fields(noise, config.resolution(2))
     shares = _draw_between(keys("share"), 0.05, 0.95)
     pairs = zip(fields, shares, strict=True)
-    # The quantile of each field's own points, so that the share is exact and not one in expectation.
+    # The quantile of each field's own points, so that its share is exact and not only right on average.
     levels = np.array([np.quantile(field, 1 - share) for field, share in pairs])
     coefficient = np.where(fields > levels[:, None, None], 12.0, 3.0)
     solution = np.stack([solve_darcy(sample, np.ones_like(sample)) for sample in coefficient])
@@ -214,7 +214,7 @@ def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
 
 
 class Kind(NamedTuple):
-    """A generated task, with the properties missing from PDEBench's files."""
+    """A task that can be generated, with the properties that PDEBench's files of it do not record."""
 
     generate: Callable[[PdeDataConfig, Keys], tuple[Float, Float]]
     parameters: tuple[str, ...]
@@ -224,7 +224,7 @@ class Kind(NamedTuple):
     pdebench: str
     """Pattern of PDEBench's file names."""
     attribute: str
-    """PDEBench's parameter, one value per file."""
+    """Name of PDEBench's parameter, which has one value per file."""
     options: tuple[str, ...] = ()
     """Options read by the generator, in addition to sizes and seed."""
 
@@ -238,7 +238,7 @@ KINDS = {
 
 
 def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[Float, Float]:
-    """Generate samples number * BLOCK and on, a function of these arguments on any process."""
+    """Generate the BLOCK samples from number * BLOCK on. The result depends on the arguments only, on any process."""
     samples = torch.arange(number * BLOCK, (number + 1) * BLOCK)
 
     def keys(use: str) -> Tensor:
@@ -252,7 +252,7 @@ def generate(config: PdeDataConfig, task: str, progress: bool, directory: Path) 
     if config.workers != "auto":
         refuse_too_many("data.workers", config.workers)
     kind = KINDS[task]
-    # Darcy flow is steady: its rows go from a coefficient to a solution, not from a time to the next.
+    # Darcy flow is steady: a row maps a coefficient to a solution, not one time to the next.
     dt = config.dt if kind.space == 1 else 0.0
     header = FieldHeader(task, kind.parameters, 1, dt, kind.boundary, kind.conserved)
     for split in SPLITS:
@@ -264,8 +264,8 @@ def generate(config: PdeDataConfig, task: str, progress: bool, directory: Path) 
 
 
 def key_of(config: PdeDataConfig, task: str) -> str:
-    """Hash everything the generated data depend on, for the name of their folder."""
-    # Options that this task does not read stay out, so that changing them finds the same data.
+    """Hash everything the generated data depend on. The hash names their cache folder."""
+    # Options that this task does not read are left out, so that changing them still finds the cached data.
     sizes = [*map(config.samples, SPLITS), config.resolution(KINDS[task].space)]
     options = [getattr(config, name) for name in ("seed", *KINDS[task].options)]
     text = json.dumps([GENERATOR, sizes, options])

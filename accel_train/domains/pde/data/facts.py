@@ -1,4 +1,4 @@
-"""Facts of all samples of a task, from one pass over the contents of its files: scales, hashes, samples held twice."""
+"""Facts from one pass over all samples of a task: scales, hashes, and samples that are in both splits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from accel_train.domains.pde.data.on_disk import source_files, state_of
 
 FACTS_FORMAT = 4
 DRIFT = 0.01
-"""Largest drift of a conserved integral without a notice: that of a solver, and of fields in few digits."""
+"""Largest drift of a conserved integral without a notice. Solver error and fields stored in few digits stay below."""
 EDGE = 0.5
-"""Largest size at an edge of 0 without a notice. Points at the centres of cells are beside the edge, and not 0."""
+"""Largest relative size at a zero boundary without a notice. Cell centres lie off the boundary and are not quite 0."""
 EDGE_POINTS = 8
-"""Fewest points along an axis for it: on fewer, the outermost are too far from the edge."""
+"""Least points along an axis for that notice: with fewer, the outermost ones are too far from the boundary."""
 
 
 class FieldFacts(NamedTuple):
@@ -38,12 +38,12 @@ class FieldFacts(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the header of a file says of its fields, measured, for each channel."""
+    """Measurements of each channel that show whether the fields have the properties their header states."""
 
     drift: tuple[float, ...]
-    """Largest change of the integral over time, mean of the samples, over the mean of the absolute values."""
+    """Largest change of the integral over time, averaged over samples, relative to the mean absolute value."""
     edge: tuple[float, ...]
-    """Root mean square at the edge, over that of all points."""
+    """Root mean square at the boundary over the root mean square of all points."""
 
 
 class TaskFacts(NamedTuple):
@@ -51,13 +51,13 @@ class TaskFacts(NamedTuple):
 
     of_split: dict[str, FieldFacts]
     shared: int
-    """Held-out samples whose fields are also those of a training sample, value by value."""
+    """Number of held-out samples whose fields equal those of a training sample, value by value."""
     measured: Measured
-    """Of the training samples."""
+    """Measurements on the training samples."""
 
 
 def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes], Measured]:
-    """Read all samples once, with sums in float64. Return also a hash of each sample, for comparison with others.
+    """Read all samples once, with sums in float64. Also returns a hash of each sample, to find it in the other split.
 
     Refuses NaN and infinity, naming the sample.
     """
@@ -77,7 +77,7 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes], Measured]:
 
 
 class _ChannelSums:
-    """Sums of all values of each channel, of their squares and of what is measured, and the smallest and largest."""
+    """Running statistics of each channel: sums, sums of squares, extremes, and the sums behind `Measured`."""
 
     def __init__(self, channels: int) -> None:
         self.total = np.zeros(channels)
@@ -103,12 +103,12 @@ class _ChannelSums:
         self._measure(values)
 
     def _measure(self, values: NDArray[np.float64]) -> None:
-        """Add what the header says of fields."""
+        """Add to the sums of drift and boundary, of which the header makes statements."""
         self.sizes += np.abs(values).mean((1, 3, 4)).sum(0)
         integrals = values.mean((3, 4))  # (n, T, C)
         self.drifts += np.abs(integrals - integrals[:, :1]).max(1).sum(0)
         ends = [values[..., [0, -1]]]
-        # A 1-D field is one row, which is no edge.
+        # The single row of a 1-D field is not a boundary.
         if values.shape[3] > 1:
             ends.append(values[..., [0, -1], :])
         for end in ends:
@@ -116,8 +116,8 @@ class _ChannelSums:
             self.edge_count += end.size // len(self.total)
 
     def measured(self) -> Measured:
-        """Return what the header says, as it is."""
-        # A channel of zeros has no size to compare with, and is refused.
+        """Return the drift and the size at the boundary of each channel."""
+        # Avoids 0 / 0 in a channel of zeros, which is refused later.
         least = np.finfo(np.float64).tiny
         drift = self.drifts / np.maximum(self.sizes, least)
         edge = self.edges / self.edge_count / np.maximum(self.squares / self.count, least)
@@ -127,7 +127,7 @@ class _ChannelSums:
         mean = self.total / self.count
         variance = self.squares / self.count - mean**2
         std = np.sqrt(np.maximum(variance, 0.0))
-        # Rounding leaves that of a constant channel a little above 0, or below it.
+        # Rounding leaves the variance of a constant channel a little above or below 0.
         std[self.lowest == self.highest] = 0.0
         return mean, std
 
@@ -137,9 +137,9 @@ def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
     finite = np.isfinite(block)
     if finite.all():
         return
-    # float32 has no larger numbers, and a stored one beyond them is read as infinity.
+    # A stored number beyond the range of float32 is read as infinity, so the message names it too.
     wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
-    # Its number in the file, which is what the user can look at.
+    # The sample's number in the file, where the user can look it up.
     wrong = part.first + start + int(wrong_rows.argmax())
     raise UsageError(
         f"--data.path: sample {wrong} of {part.file} holds NaN, infinity or a number beyond 3.4e38 (float32) in "
@@ -148,7 +148,7 @@ def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
 
 
 def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]) -> TaskFacts:
-    """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
+    """Read the facts of both splits from the cache. Collective (two barriers): rank 0 computes missing ones."""
     write = partial(_write_facts, both)
     folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
     text = (folder / "facts.json").read_text("utf-8")
@@ -160,7 +160,7 @@ def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Ca
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
-    """Hash the selected samples with the state of their files, and of those that virtual datasets name."""
+    """Hash the selected samples with the state of their files and of the sources of virtual datasets."""
     used = {part.file: part.datasets for fields in both.values() for part in fields.parts}
     sources = itertools.chain.from_iterable(source_files(*item) for item in used.items())
     # A hash of the contents would need the very pass that the cache saves.
@@ -183,7 +183,7 @@ def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
 
 
 def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
-    """Yield notices about fields that are not what the header says of them, in their first such channel."""
+    """Yield notices about fields that contradict their header, each for the first channel that does."""
     if task.conserved and task.has_time:
         for channel, drift in enumerate(measured.drift):
             if drift > DRIFT:
@@ -209,7 +209,7 @@ def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
 
 
 def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
-    """Yield notices about wide ranges: of parameters, of channels in one nRMSE, of files that share one scale."""
+    """Yield notices about wide ranges: of parameters, between channels of one nRMSE, between files sharing a scale."""
     if any(task.logarithmic):
         names = ", ".join(compress(task.parameters, task.logarithmic))
         yield (

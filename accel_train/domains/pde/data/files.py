@@ -37,7 +37,7 @@ Array = NDArray[np.float32]
 
 
 class FieldPart(NamedTuple):
-    """Samples first to first + samples - 1 of one file. The channels of `datasets` are concatenated."""
+    """Consecutive samples of one file, numbers first to first + samples - 1, with the channels of `datasets` joined."""
 
     file: Path
     datasets: tuple[str, ...]
@@ -63,7 +63,7 @@ class FieldView:
     @property
     def shape(self) -> tuple[int, ...]:
         """(samples, T, C, H, W)"""
-        # An array of this shape without memory.
+        # An array of this shape that takes no memory.
         whole = np.broadcast_to(np.zeros((), np.float32), self.stored.shape)
         kept = self._kept(whole)
         return (self.part.samples, *kept.shape[1:])
@@ -75,14 +75,14 @@ class FieldView:
         before = self.part.first
         first = range(rows.start + before, rows.stop + before)
         second = range(self.stored.shape[1])
-        # Without an axis of time the second one is of space.
+        # Without a time axis, the second axis is spatial and is read whole.
         space = self.part.space
         if space == 0 or len(self.stored.shape) > 1 + space:
             second = range(steps)[times]
         return self._kept(self.stored.read(first, second))
 
     def _kept(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Bring an array as stored into the layout of the view, with every n-th point."""
+        """Bring an array from its stored layout into that of the view, keeping every n-th point."""
         stride = self.part.stride
         return _view(array, self.part.space)[..., ::stride, ::stride]
 
@@ -97,7 +97,8 @@ class StoredFields(NamedTuple):
     def select(self, split: str, free: tuple[int, int], count: int, resolution: dict[int, int | None]) -> StoredFields:
         """Select the first `count` samples of the range `free`.
 
-        `resolution` has the points of an axis in 1 and 2 dimensions (None: all).
+        `resolution` maps the dimensions 1 and 2 to the points to keep along an axis, None for all. Raises `UsageError`
+        if the range has fewer samples, the resolution cannot be had by a stride, or a parameter is not finite.
         """
         first, end = free
         if not 0 < count <= end - first:
@@ -112,18 +113,18 @@ class StoredFields(NamedTuple):
         return self._replace(part=part, parameters=parameters)
 
     def _stride(self, resolution: dict[int, int | None]) -> int:
-        """Return the n of every n-th point along each axis. Points are taken and no averages: they stay a solution."""
+        """Return n, to keep every n-th point along each axis. Unlike averages, the kept points are still a solution."""
         _, _, height, width = Fields((self.part,)).shape
         axes = [width] if height == 1 else [height, width]
         points = resolution[len(axes)] or width
         strides: Sequence[int] = range(1, min(axes) + 1)
         rule = "with one n"
         if self.header.boundary == "periodic":
-            # The distance from the last point to the first, around the end, must be n as well.
+            # The last point must also be n away from the first, across the periodic boundary.
             divided = math.gcd(*axes)
             strides = [stride for stride in strides if divided % stride == 0]
             rule = f"with one n that divides {divided}, as the fields are periodic"
-        # Of several n with as many points the smallest.
+        # If several n give the same number of points, take the smallest.
         choices = {math.ceil(width / stride): stride for stride in reversed(strides)}
         if points in choices:
             return choices[points]
@@ -144,9 +145,9 @@ def write_fields(
 ) -> None:
     """Write the first `samples` of `blocks` of fields (n, T, C, H, W) and parameters (n, P).
 
-    One block is in memory at a time. `written` receives the number of samples after each block. Nothing has the name
-    of the file before all samples are in it. Raises `UsageError` for blocks with fewer, for one of another shape than
-    the first, and for a header that contradicts them.
+    One block is in memory at a time. `written` is called after each block with the number of samples it added. The file
+    gets its name only once all samples are in it. Raises `UsageError` for blocks with too few samples or of different
+    shapes, and for a header that contradicts them.
     """
     done = 0
     with whole_hdf5(file) as content:
@@ -165,7 +166,7 @@ def write_fields(
                     f"write_fields: a block for {file} has samples of fields {found[0]} and parameters {found[1]}; "
                     f"{first[0]} and {first[1]} are required, as in the first block: correct the block."
                 )
-            # Blocks are whole, and the last one may have more samples than are wanted.
+            # The last block may have more samples than are wanted.
             count = min(samples - done, len(fields))
             stop = done + count
             content["fields"][done:stop] = fields[:count]
@@ -182,7 +183,7 @@ def write_fields(
 def _create(
     file: Path, content: Any, header: FieldHeader, fields: tuple[int, ...], parameters: tuple[int, ...]
 ) -> None:
-    """Write the header, checked as it will be read, and make room for arrays of these shapes."""
+    """Write the header, check it as a reader would, and create datasets of these shapes."""
     content.attrs["schema"] = SCHEMA
     content.attrs["grid"] = fields[-2:]
     content.attrs.update(_attributes(header))
@@ -200,7 +201,7 @@ def _attributes(header: FieldHeader) -> dict[str, Any]:
 def read_stored(file: Path, content: Any) -> StoredFields:
     """Read header and parameters of an open file of our schema. The fields stay on disk."""
     require(file, content, ("fields", "parameters"))
-    # A few numbers for each sample, which fit into memory where fields do not.
+    # A few numbers per sample: unlike the fields, they fit into memory.
     parameters = content["parameters"][...]
     shape = content["fields"].shape
     header = read_header(file, dict(content.attrs), shape, parameters.shape)
@@ -227,7 +228,7 @@ class Fields:
 
     parts: tuple[FieldPart, ...]
     cache_bytes: int = DEFAULT_CACHE_MIB * 2**20
-    """Bound of the decoded chunks, and of each mapped dataset, in the memory of a process or worker."""
+    """Limit on the decoded chunks together, and on each mapped dataset, in the memory of a process or worker."""
     _cache: BlockCache[NDArray[Any]] = field(init=False, repr=False, compare=False)
     _open: dict[tuple[int, int], list[FieldView]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ends: tuple[int, ...] = field(init=False, repr=False)
@@ -241,7 +242,7 @@ class Fields:
         return self._ends[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker opens the files itself. Pickled arrays would carry the data to each of them.
+        # A worker opens the files itself. Pickled arrays would copy the data to every worker.
         return {**self.__dict__, "_open": {}}
 
     @property
@@ -253,7 +254,7 @@ class Fields:
 
     def snapshots(self, sample: int, times: slice) -> Array:
         """Copy the snapshots (times, C, H, W) of a sample."""
-        # Ends of the files, so that no list of samples is needed.
+        # Found by the ends of the files, without a list of all samples.
         number = bisect_right(self._ends, sample)
         first = self._ends[number] - self.parts[number].samples
         row = sample - first
@@ -268,13 +269,13 @@ class Fields:
             for start in range(0, part.samples, size):
                 samples = slice(start, start + size)
                 views = [view.read(samples, slice(None)) for view in self._views(number)]
-                # A number beyond float32 becomes infinity, which the caller refuses with its place.
+                # A number beyond float32 becomes infinity, which the caller refuses, naming the sample.
                 with np.errstate(over="ignore"):
                     block = np.concatenate(views, axis=2, dtype=np.float32, casting="same_kind")
                 yield part, start, block
 
     def _views(self, number: int) -> list[FieldView]:
-        # By process: a forked worker must not read through its parent's HDF5 handles.
+        # Keyed by process: a forked worker must not read through its parent's HDF5 handles.
         key = (os.getpid(), number)
         if key not in self._open:
             self._open[key] = self.parts[number].open(self._cache)
@@ -282,7 +283,7 @@ class Fields:
 
 
 def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache_bytes: int) -> Fields:
-    """Concatenate the samples of several files with the same header and shape."""
+    """Concatenate the samples of several files. Raises `UsageError` for headers or shapes that differ, or no pairs."""
     fields = Fields(tuple(stored.part for stored in files), cache_bytes)
     header = files[0].header
     for stored in files:
@@ -309,7 +310,7 @@ def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache
 def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
     """Compute the root mean square of the last `channels` channels of each file.
 
-    It is taken over the first snapshots of the first 4 samples.
+    It is taken over the first snapshot of each of the first 4 samples.
     """
     sizes: dict[Path, float] = {}
     start = 0

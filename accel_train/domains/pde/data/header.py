@@ -16,7 +16,7 @@ from accel_train.wording import nearest
 
 SCHEMA = "accel_train/fields-1"
 BOUNDARIES = ("periodic", "dirichlet")
-"""Boundaries with an effect. Any other word has none."""
+"""Boundaries that change what the framework does. Any other word is allowed and changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class FieldHeader:
     parameters: tuple[str, ...]
     """Names of the P parameters."""
     input_channels: int
-    """Leading channels of the input. Without time, the others are the target. With time all C are both."""
+    """Number of leading channels that are the input. Without time, the others are the target. With time, all C are
+    both."""
     dt: float
-    """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
+    """Time from one snapshot to the next, over which all channels advance. 0: no time, and T = 1."""
     boundary: str
     """periodic: points at j / W. Anything else: at the cell centres (j + 1/2) / W."""
     conserved: bool
@@ -62,7 +63,7 @@ def read_header(
             f"--data.path: {file} has fields {fields} and parameters {parameters}; (N, T, C, H, W) and "
             f"(N, {len(header.parameters)}) are required. Write it again."
         )
-    # Files written by hand may lack it: the shape tells the same.
+    # Files written by hand may lack the grid, which the shape gives as well.
     _check_grid(file, tuple(np.ravel(attributes.get("grid", fields[3:])).tolist()), fields)
     _check_time(file, header, fields)
     _check_boundary(file, header)
@@ -70,7 +71,7 @@ def read_header(
 
 
 def _text(value: Any) -> str:
-    """Return a text. h5py reads one of fixed length, as Fortran, MATLAB and C write it, as bytes."""
+    """Return a string attribute as str. h5py reads a fixed-length one, as Fortran, MATLAB and C write it, as bytes."""
     return value.decode("utf-8", "replace").rstrip() if isinstance(value, bytes) else str(value)
 
 
@@ -87,7 +88,7 @@ def _number(file: Path, attributes: Mapping[str, Any], name: str) -> float:
 def differences(
     found: FieldHeader, found_shape: tuple[int, ...], expected: FieldHeader, expected_shape: tuple[int, ...]
 ) -> str:
-    """Name the attributes in which two files differ, and their shapes, with both values. Empty for none."""
+    """List the attributes and shapes in which two files differ, with both values. Empty if they agree."""
     both = {name: (getattr(found, name), getattr(expected, name)) for name in FieldHeader.__dataclass_fields__}
     axes = ("T", "C", "H", "W")[-len(found_shape) :]
     both[f"shape ({', '.join(axes)})"] = (found_shape, expected_shape)
@@ -95,7 +96,7 @@ def differences(
 
 
 def _check_grid(file: Path, grid: tuple[int, ...], fields: tuple[int, ...]) -> None:
-    """Refuse another grid than that of the fields, and one dimension along the wrong axis."""
+    """Refuse a grid attribute that differs from the fields' grid, and 1-D fields along H instead of W."""
     if fields[4] == 1 and fields[3] > 1:
         raise UsageError(
             f"--data.path: {file} has fields {fields}, (N, T, C, H, W), with W = 1; fields of one dimension have H = 1 "
@@ -109,7 +110,7 @@ def _check_grid(file: Path, grid: tuple[int, ...], fields: tuple[int, ...]) -> N
 
 
 def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> None:
-    """Refuse a time step that is none, and a steady equation without a target."""
+    """Refuse an impossible time step, and channel or snapshot counts that do not go with it."""
     if not math.isfinite(header.dt) or header.dt < 0:
         raise UsageError(
             f"--data.path: {file} has the attribute dt {header.dt:g}; the time from one snapshot to the next is "
@@ -144,10 +145,10 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
 
 
 def _check_boundary(file: Path, header: FieldHeader) -> None:
-    """Refuse another spelling of a boundary with an effect, or one like it."""
+    """Refuse a misspelling of one of `BOUNDARIES`, which would silently have no effect."""
     given = header.boundary.strip()
     meant = nearest(given, BOUNDARIES, cutoff=0.8)
-    # A word before it, as in non-periodic, names another boundary and often the opposite.
+    # With a prefix, as in non-periodic, it names another boundary and often the opposite.
     is_other = meant is not None and len(given) > len(meant) and given.lower().endswith(meant)
     if meant and meant != header.boundary and not is_other:
         raise UsageError(
@@ -157,7 +158,7 @@ def _check_boundary(file: Path, header: FieldHeader) -> None:
 
 
 def finite_parameters(file: Path, header: FieldHeader, parameters: NDArray[Any], first: int) -> None:
-    """Refuse NaN and infinity in the parameters (N, P) of the samples from number ``first`` of a file on."""
+    """Refuse NaN and infinity in parameters (N, P). Their samples are consecutive in the file, from ``first`` on."""
     finite = np.isfinite(parameters)
     if finite.all():
         return

@@ -1,7 +1,6 @@
-"""Whether all of an array is on disk, and in which files.
+"""Checks that all of an array is on disk, and in which files.
 
-HDF5 and zarr read what is not there, an absent chunk or the missing source of a virtual dataset, as the fill value
-without a word.
+HDF5 and zarr silently read what is missing, such as an absent chunk or source of a virtual dataset, as the fill value.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ ONE_FILE = "write the fields into one file without virtual datasets."
 
 @contextlib.contextmanager
 def whole_hdf5(file: Path) -> Generator[Any]:
-    """Open a new HDF5 file, which gets its name when the block ends. After an error the old file stays, and no other.
+    """Open a new HDF5 file, which gets its name when the block ends. After an error, only the old file is left.
 
-    A reader of a contiguous dataset cannot tell what was not written.
+    A reader of a contiguous dataset could not tell which parts were never written.
     """
     # A fixed name, so that the next write replaces what a crash has left.
     temporary = file.with_name(f".{file.name}.tmp")
-    # Outside of the block below: another process that is writing it keeps it.
+    # Outside the block below, so that a file which another process is writing is not deleted.
     content = hdf5().File(temporary, "w")
     try:
         with content:
@@ -46,9 +45,9 @@ def whole_hdf5(file: Path) -> Generator[Any]:
 
 
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
-    """Refuse an open file without one of these datasets of numbers, or with a part of one.
+    """Refuse an open file in which one of these datasets is missing, incomplete or not of real numbers.
 
-    The error lists what there is.
+    The error about a missing dataset lists what the file holds.
     """
     if missing := [name for name in names if name not in content]:
         raise UsageError(
@@ -83,10 +82,9 @@ def _kind_of(item: Any) -> str:
 
 
 def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
-    """Refuse an array with fewer chunks on disk than its shape has, or with values in no file.
+    """Refuse an array with fewer chunks on disk than its shape has, or with values that are in no file.
 
-    So a folder of zarr whose copy was not finished looks complete, and so does an HDF5 file whose writer was
-    interrupted.
+    Otherwise an unfinished copy of a zarr folder, or an HDF5 file whose writer was interrupted, would look complete.
     """
     if file.suffix == ZARR:
         _refuse_absent_chunks_of_zarr(file, dataset, stored)
@@ -103,7 +101,7 @@ def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
 
 
 def _refuse_absent_sources(file: Path, dataset: str, stored: Any) -> None:
-    """Refuse a virtual dataset of which a part would be read as the fill value, here or in its sources."""
+    """Refuse a virtual dataset if parts of it or of its sources would be read as the fill value."""
     where = f"--data.path: {file}, {dataset!r}, is {VIRTUAL}"
     absent = f"All are required, because they would be read as {stored.fillvalue}:"
     covered = 0
@@ -134,7 +132,7 @@ def _refuse_absent_sources(file: Path, dataset: str, stored: Any) -> None:
 
 
 def _points(space: Any, unlimited: int) -> int:
-    """Count the selected values. A selection without end has no count."""
+    """Count the selected values. An unlimited selection has no count: returns ``unlimited``."""
     try:
         return space.get_select_npoints()
     except RuntimeError:
@@ -142,16 +140,16 @@ def _points(space: Any, unlimited: int) -> int:
 
 
 def _fits(mapping: Any, source: Any) -> bool:
-    """Return whether all values that a virtual dataset takes from a source are in it."""
+    """Return True if the source has all values that the virtual dataset maps from it."""
     try:
         _, last = mapping.src_space.get_select_bounds()
-    except (ValueError, RuntimeError):  # all values, or a selection without end
+    except (ValueError, RuntimeError):  # all values, or an unlimited selection
         return source.size >= _points(mapping.vspace, 0)
     return all(end < length for end, length in zip(last, source.shape, strict=True))
 
 
 def _sources(stored: Any) -> Iterator[tuple[Any, Path]]:
-    """Yield the mappings of a virtual dataset with the place of each source, where HDF5 looks for it."""
+    """Yield the mappings of a virtual dataset, each with the path where HDF5 looks for its source file."""
     outer = Path(stored.file.filename)
     for mapping in stored.virtual_sources():
         if "%b" in mapping.file_name + mapping.dset_name:
@@ -167,7 +165,7 @@ def _sources(stored: Any) -> Iterator[tuple[Any, Path]]:
 
 
 def source_files(file: Path, datasets: Sequence[str]) -> list[Path]:
-    """Return the other files that datasets are read from: of virtual datasets and of links, and those of theirs."""
+    """Return the other files that the datasets are read from, through virtual datasets and links, recursively."""
     if file.suffix == ZARR:
         return []
     with hdf5().File(file, "r") as content:
@@ -182,9 +180,9 @@ def source_files(file: Path, datasets: Sequence[str]) -> list[Path]:
 
 
 def state_of(file: Path) -> tuple[int, ...]:
-    """Return what changes with a write: size, last date, last change and inode; of a zarr folder over all its files.
+    """Return what a write changes: size, mtime and ctime in ns, and inode. A zarr folder's cover all of its files.
 
-    A copy may keep the date of its source, as those of tar and rsync do, but not the time of change.
+    A copy by tar or rsync may keep the mtime of its source, but not the ctime.
     """
     stats = [file.stat()]
     if file.is_dir():
@@ -209,11 +207,11 @@ def _refuse_unwritten_storage(file: Path, dataset: str, stored: Any) -> None:
 
 
 def _refuse_absent_chunks_of_zarr(file: Path, dataset: str, stored: Any) -> None:
-    """From one listing of the folder. Chunks of nothing but the fill value may have been left out on purpose."""
+    """Compare the expected chunks with one listing of the folder. The writer may have skipped chunks of fill values."""
     folder = file / dataset
     size: tuple[int, ...] = stored.shards or stored.chunks  # a shard is a file of several chunks
     counts = [math.ceil(length / step) for length, step in zip(stored.shape, size, strict=True)]
-    # By the keys and not by zarr's `nchunks_initialized`, whose cost is quadratic and which rounds shards up.
+    # Not by zarr's `nchunks_initialized`, whose cost is quadratic and which rounds shards up.
     keys: Any = map(stored.metadata.encode_chunk_key, itertools.product(*map(range, counts)))
     present: set[str] = set()
     for directory, _, names in os.walk(folder):

@@ -1,4 +1,4 @@
-"""Files of PDEBench: their layout, times and parameter."""
+"""Reading of PDEBench's files: their layout, times and parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_train.domains.pde.data.solvers import Float
 
 
 def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
-    """Refuse an open file whose arrays are not laid out as PDEBench's of `task`."""
+    """Refuse an open file whose arrays do not have PDEBench's layout for `task`."""
     shape = content["tensor"].shape
     points = content["x-coordinate"].size
     found = f"tensor {shape}"
@@ -33,7 +33,7 @@ def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
 
 
 def spacing_of(file: Path, times: Float, count: int) -> float:
-    """Return the time between snapshots. Refuses fewer than `count` times, and uneven or falling ones."""
+    """Return the time between snapshots. Refuses fewer than `count` times, uneven spacing and times that fall."""
     if len(times) < count or count < 2:
         raise UsageError(
             f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, and 2 or "
@@ -47,7 +47,7 @@ def spacing_of(file: Path, times: Float, count: int) -> float:
             f"{steps.max():g} apart; even spacing above 0, to 1 in 1000, is required: correct them, "
             "with the digits of float32 or more."
         )
-    # Without the digits by which float32 misses a decimal number, whatever the unit of time.
+    # Rounded to 6 digits, in any unit of time, to drop the error of a decimal number in float32.
     return float(f"{mean:.6g}")
 
 
@@ -72,7 +72,7 @@ def parameter_of(file: Path, content: Any, name: str) -> float:
 
 
 def _goes_on(number: str, rest: str) -> bool:
-    """Return True for a number that another mark than a point divides, as in 0p4, 0,4 and 0_4."""
-    # Behind a point, _2 is the second file of the same number.
+    """Return True for a number whose decimal separator is not a point, as in 0p4, 0,4 and 0_4."""
+    # After a decimal point, _2 marks the second file of the same number.
     divided = r"[p,]?\d" + (r"|_\d" * ("." not in number))
     return re.match(divided, rest, re.IGNORECASE) is not None

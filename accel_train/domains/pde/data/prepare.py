@@ -1,4 +1,4 @@
-"""Training and held-out rows of the options of the `data` group: of files, and of fields generated here.
+"""Preparation of training and held-out rows from the `data` options: read from files, or generated here.
 
 Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.hdf5``, ``.zarr``) with the schema of
 `accel_train.domains.pde.data.files`, or those of PDEBench.
@@ -37,7 +37,7 @@ from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 from accel_train.wording import shortened
 
 ENDINGS = (".h5", ".hdf5", ZARR)
-"""Of files of our schema, after the name of their split."""
+"""Endings of the names of files of our schema, after the name of the split."""
 
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
@@ -63,7 +63,7 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
 
 
 def _own_files(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[Path]]:
-    """Return the file of our schema of each split, or none. Refuses two of one split, and PDEBench's beside them."""
+    """Return each split's file of our schema, or an empty list. Refuses two of one split, or PDEBench's beside them."""
     own: dict[str, list[Path]] = {}
     for split in SPLITS:
         places = [folder / f"{task}_{split}{ending}" for ending in ENDINGS]
@@ -138,7 +138,7 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
 
 def _open(file: Path, task: str) -> StoredFields:
     try:
-        # To open one waits until somebody writes to it.
+        # Opening a named pipe would block until something writes to it.
         if file.is_fifo():
             raise OSError("a named pipe")
         # Closed at once: rows are read by loader workers, which cannot share an open HDF5 file.
@@ -191,19 +191,19 @@ def prepare_pde(
     barrier: Callable[[], None] | None = None,
     weights: WeightsAssets | None = None,
 ) -> FieldData:
-    """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
+    """Prepare the rows of all tasks. Collective: every rank calls it with the same configuration.
 
-    Rank 0 generates the data missing from the cache, and the others wait. On a host without access to rank 0's cache,
-    one process generates a copy. `weights` are the assets beside the weights that the run starts with, whose
-    normalisation is kept. Raises `UsageError` for tasks or data that do not go with them.
+    Rank 0 generates the data missing from the cache while the others wait. On a host without access to rank 0's cache,
+    one process generates a copy. `weights` are the assets saved with the weights that the run starts from: their
+    normalisation is kept. Raises `UsageError` for tasks or data that do not match them.
     """
-    # Before any data are read or generated.
+    # First, so that a mismatch is refused before any data are read or generated.
     trained = trained_scales(weights, config.tasks)
     ledger: Ledger = ()
     if weights is not None and weights.resumes:
         ledger = earlier_ledger(config.changed, weights.folder)
     cache = open_cache(config.cache_dir, rank, world_size) / "pde"
-    # One process waits for nobody.
+    # A single process has nobody to wait for.
     barrier = barrier or (lambda: None)
     splits: dict[str, dict[str, list[StoredFields]]] = {}
     for task in config.tasks:
@@ -228,7 +228,7 @@ def prepare_pde(
 
 
 def _refuse_unread(config: PdeDataConfig, tasks: Iterable[FieldTask]) -> None:
-    """Refuse options of fields that the files of no task hold. `PdeDataConfig` knows what is generated."""
+    """Refuse options for kinds of fields that no task's files hold. `PdeDataConfig` checks generated data itself."""
     tasks = list(tasks)
     read = {
         "resolution_1d": ("1-D fields", any(task.grid[0] == 1 for task in tasks)),

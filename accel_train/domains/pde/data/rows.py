@@ -1,4 +1,4 @@
-"""Normalised rows of input and target from stored fields, with the constants of the normalisation."""
+"""Normalised rows of input and target built from stored fields, with the normalisation constants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from accel_train.domains.pde.data.scales import TrainedScales
 from accel_train.domains.pde.fields import Scale
 
 RANGE = (1e-35, 1e35)
-"""Standard deviations of a channel with room for its values in fp32, which holds 1.2e-38 to 3.4e38 in full."""
+"""Allowed standard deviations of a channel. They leave room within fp32, whose normal range is 1.2e-38 to 3.4e38."""
 
 
 class Trajectory(NamedTuple):
@@ -42,7 +42,7 @@ class Trajectory(NamedTuple):
     parameters: Tensor  # (P,)
 
 
-# Without the generated equality, which would ask tensors for a truth value.
+# No generated __eq__: it would take the truth value of a tensor comparison, which raises.
 @dataclass(frozen=True, eq=False)
 class FieldRows:
     """Map-style dataset: all pairs of snapshots `time_stride` apart, or one row per sample without time.
@@ -80,7 +80,7 @@ class FieldRows:
         samples: list[int] = []
         snapshots: list[Array] = []
         for index in indices:
-            # Row i is of sample i % N. Neighbouring rows have different times.
+            # Row i belongs to sample i % N, and neighbouring rows differ in time.
             number, sample = divmod(index, len(self.data))
             samples.append(sample)
             snapshots.append(self.data.snapshots(sample, self._times(number + sample)))
@@ -139,7 +139,7 @@ class JoinedRows:
         return self.parts[parts[0]].batch(list(rows))
 
     def _place(self, index: int) -> tuple[int, int]:
-        # The index counts on through all tasks, in the order of `TaskSampler`.
+        # Indices run through all tasks one after another, in the order of `TaskSampler`.
         ends = list(itertools.accumulate(self.sizes))
         if not 0 <= index < ends[-1]:
             raise IndexError(index)
@@ -164,13 +164,13 @@ class FieldData:
     notices: tuple[str, ...]
     """Lines for the main process to log."""
     ledger: Ledger = ()
-    """Data seen before by the resumed run, if they may change."""
+    """Record of the data that the resumed run has used before, if data.changed allows changes."""
     generated: bool = False
-    """True: every sample is drawn alike. False: those of files may be in an order, such as that of a parameter."""
+    """True: samples are drawn independently. False: those of files may be ordered, for example by a parameter."""
 
     @property
     def strides(self) -> dict[str, int]:
-        """Largest distance of the points read from the training files of each task, 1 if all are read."""
+        """Largest distance between the points read from each task's training files, 1 if all points are read."""
         return {name: max(part.stride for part in rows.data.parts) for name, rows in self.training.items()}
 
     @property
@@ -179,7 +179,7 @@ class FieldData:
 
 
 Splits = Mapping[str, Sequence[StoredFields]]
-"""train and heldout -> files."""
+"""Files of each split: keys are train and heldout."""
 
 
 def build_field_data(
@@ -193,11 +193,11 @@ def build_field_data(
     ledger: Ledger = (),
     trained: TrainedScales | None = None,
 ) -> FieldData:
-    """Build the rows of every task in `stored`. Every rank calls it (two barriers per task).
+    """Build the rows of every task in `stored`. Collective: every rank calls it (two barriers per task).
 
-    Rank 0 computes mean, deviation and hash of all contents in one pass. They are cached in `cache` until a file
-    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker. The
-    normalisation of `trained` replaces that of the data. Raises `UsageError` for tasks that its checkpoint cannot have.
+    Rank 0 computes mean, deviation and hash of all contents in one pass and caches them in `cache`, until a file is
+    changed. `cache_bytes` limits the decoded chunks of each split in each process and worker. The normalisation of
+    `trained` replaces that of the data. Raises `UsageError` for tasks that do not match its checkpoint.
     """
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
@@ -247,26 +247,26 @@ def _parameters(files: Sequence[StoredFields]) -> Array:
 
 
 def _fingerprinted(assets: FieldAssets) -> dict[str, Any]:
-    """Return the assets as they enter the fingerprint."""
+    """Return the assets in the form that the fingerprint hashes."""
     described = asdict(assets)
     for task in described["tasks"]:
-        # Data without logarithmic parameters keep the fingerprint from before the field existed.
+        # Without logarithmic parameters, the fingerprint is the same as before this field was added.
         if not task["logarithmic"]:
             del task["logarithmic"]
     return described
 
 
 def _describe_sizes(train: FieldRows, heldout: FieldRows) -> str:
-    """Describe the sizes of both splits of a task in a line."""
+    """Describe the sizes of both splits of a task in one line."""
     times = ""
     if train.task.has_time:
-        # The option counts snapshots, and a model's step is this long.
+        # data.time_stride counts snapshots. The line shows the time that one step of the model covers.
         times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs {train.task.dt:g} apart"
     return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
 
 
 def _shared_notices(task: str, shared: int, samples: int) -> Iterator[str]:
-    """Yield a notice if training samples are held out: their errors tell how well they were learned by heart."""
+    """Yield a notice if training samples are held out as well: their errors only show memorisation."""
     if shared:
         yield (
             f"{task}: {shared:,} of {samples:,} held-out samples are training samples too, value by value: their "
@@ -287,7 +287,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
     _refuse_out_of_range(stored.part.file, facts)
     has_time = header.dt > 0
     input_channels = target_channels = channels
-    # With time they are the same fields, and a step must map one scale to itself.
+    # With time, input and target are the same fields, so that a step must map one scale to itself.
     input = target = Scale(facts.mean, facts.std)
     if not has_time:  # the channels hold the input and then the target, each with a scale of its own
         input_channels = header.input_channels
@@ -335,7 +335,7 @@ def _refuse_zeros(file: Path, task: FieldTask, heldout: FieldFacts) -> None:
 
 
 def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:
-    """Refuse held-out fields of another kind than the training fields. The number of snapshots may differ."""
+    """Refuse held-out fields whose header or shape differs from the training fields'. Snapshot counts may differ."""
     shape = Fields((heldout.part,)).shape
     if different := differences(heldout.header, shape[1:], stored.header, train.shape[1:]):
         raise UsageError(
@@ -345,9 +345,9 @@ def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredField
 
 
 def _parameter_scale(train: Sequence[StoredFields]) -> tuple[Scale, tuple[bool, ...]]:
-    """Compute the scale of the parameters, and a flag for each logarithmic one (none: empty)."""
+    """Compute the scale of the parameters, and whether each is logarithmic. The flags are empty if none is."""
     values = _parameters(train).astype(np.float64)
-    # One scale per parameter: on a linear one the small values of a wide range would be hard to tell apart.
+    # Wide ranges become logarithmic: on a linear scale their small values would be hard to tell apart.
     smallest = values.min(0)
     wide = (smallest > 0) & (values.max(0) > WIDE * smallest)
     positive = np.where(wide, values, 1.0)

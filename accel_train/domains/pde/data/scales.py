@@ -1,7 +1,7 @@
-"""Normalisation that belongs to trained weights: a start from them reads its data as they were trained to.
+"""Normalisation that belongs to trained weights: a run that starts from them keeps it for its own data.
 
-A resume and an evaluation have the tasks of their checkpoint, whatever ``--allow`` says. A new run from the weights of
-another (``init_from``) keeps the scales of the tasks that it has from there.
+A resume or an evaluation has exactly the tasks of its checkpoint, whatever ``--allow`` says. A new run from the weights
+of another (``init_from``) keeps the scales of the tasks that both have.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from accel_train.wording import shortened
 SCALES = ("input", "target", "parameter", "logarithmic")
 """Fields of a task that are computed from its training rows."""
 KIND = ("input_channels", "target_channels", "parameters", "has_time")
-"""Fields of a task that say what its scales are of."""
+"""Fields of a task that determine which quantities its scales describe."""
 SHAPE = ("grid", "boundary", "conserved", "dt")
-"""The other fields of a task. A new run may have other ones than the weights that it starts from."""
+"""The other fields of a task. A new run may differ in them from the weights that it starts from."""
 SAME_STEP = 1e-6
 """Largest relative difference of two steps in time that count as equal."""
 
 
 @dataclass(frozen=True)
 class TrainedScales:
-    """Tasks that the weights of a start were trained on."""
+    """Tasks that the weights a run starts from were trained on."""
 
     place: Path
     """The checkpoint or another directory with the weights."""
@@ -41,7 +41,7 @@ class TrainedScales:
     def task_for(self, task: FieldTask) -> FieldTask:
         """Return a task of the data with the normalisation of the weights, if they were trained on it.
 
-        Raises `UsageError` for a resume with a task of another kind, or of another shape.
+        Raises `UsageError` for a resume if the task differs in kind or shape from the one in the checkpoint.
         """
         trained = self._find(task.name)
         if trained is None or (not self.resumes and _differences(trained, task, KIND)):
@@ -59,7 +59,7 @@ class TrainedScales:
         return scaled
 
     def refuse_other_shapes(self, number: int, own: FieldTask) -> None:
-        """Raise `UsageError` for a new run whose task `number` has modules of other shapes than those in its place."""
+        """Raise `UsageError` for a new run if the modules of task `number` differ in shape from the trained ones."""
         trained = self.tasks.tasks[number]
         here, there = _shapes(own), _shapes(trained)
         different = [f"{name} {here[name]} here and {there[name]} there" for name in here if here[name] != there[name]]
@@ -72,9 +72,9 @@ class TrainedScales:
         )
 
     def notices(self, number: int, own: FieldTask) -> Iterator[str]:
-        """Yield lines about task `number` if its scales, modules or grid are not what was trained, or what `own` has.
+        """Yield notices about task `number` if scales, modules or grid differ between the trained task and `own`.
 
-        `own` is the task with the normalisation of its training files. Values are named of both.
+        `own` is the task with the normalisation of its training files. A notice gives both values.
         """
         trained = self._find(own.name)
         if trained is None:
@@ -99,10 +99,10 @@ class TrainedScales:
 
 
 def trained_scales(found: WeightsAssets | None, tasks: Sequence[str]) -> TrainedScales | None:
-    """Read the tasks that the weights of a start were trained on, and compare their names with `tasks`.
+    """Read the tasks that the initial weights were trained on, and compare their names with `tasks`.
 
-    Weights find the task of a module by its place. Raises `UsageError` for a resume with other tasks or in another
-    order, and for a new run with another number of tasks or with a trained task in another place.
+    Modules are matched to tasks by position. Raises `UsageError` for a resume if the tasks or their order differ, and
+    for a new run if the number of tasks differs or a trained task has moved. Returns None without such weights.
     """
     if found is None:
         return None
@@ -132,7 +132,7 @@ def trained_scales(found: WeightsAssets | None, tasks: Sequence[str]) -> Trained
 
 
 def _shapes(task: FieldTask) -> dict[str, object]:
-    """Return what decides the shapes of a task's modules, whatever the options of the model are."""
+    """Return the properties of a task that determine the shapes of its modules, under any model options."""
     boundary = "periodic"
     if task.boundary != boundary:
         boundary = "not periodic"
@@ -147,11 +147,11 @@ def _shapes(task: FieldTask) -> dict[str, object]:
 
 
 def _differences(trained: FieldTask, task: FieldTask, names: Sequence[str]) -> list[str]:
-    """Describe the fields, of those in `names`, that differ."""
+    """Describe those fields in `names` that differ, with both values."""
     found: list[str] = []
     for name in names:
         before, now = getattr(trained, name), getattr(task, name)
-        # Steps in time that are computed from coordinates differ in their last digits.
+        # Time steps computed from coordinates may differ in their last digits.
         same_step = name == "dt" and math.isclose(before, now, rel_tol=SAME_STEP)
         if before != now and not same_step:
             found.append(f"{name} of task {task.name} is {now}, and {before}")

@@ -33,7 +33,7 @@ def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: in
     decay = -viscosity[:, None] * (2 * np.pi * number) ** 2  # (B, X / 2 + 1)
     # The viscous decay over half a step. Two of them make the whole one.
     half = np.exp(decay * (step / 2))
-    # Of (u^2 / 2)_x: half of 2 pi i k. 0 beyond the resolved modes, so that the square of u adds none there.
+    # -(u^2 / 2)_x is -i pi k on the spectrum of u^2. 0 beyond the resolved modes, where the square would add energy.
     slope = -1j * np.pi * number * resolved * step
 
     for _ in range(snapshots - 1):
@@ -67,11 +67,11 @@ def gaussian_fields(noise: Float, points: int) -> Float:
     """
     from scipy.fft import idctn
 
-    # A coarser grid takes the lower modes of the same draws.
+    # A coarser grid uses the lower modes of the same draws.
     modes = min(points, noise.shape[-1])
     square = np.arange(modes) ** 2
     spectrum = np.zeros((len(noise), points, points))
-    # Of 9 - Laplace for the cosine modes. Divided by once: the covariance is its square.
+    # Eigenvalues of 9 - Laplace for the cosine modes. The draws are divided once, which squares in the covariance.
     eigenvalues = np.pi**2 * (square[:, None] + square) + 9.0
     lower = noise[:, :modes, :modes]
     spectrum[:, :modes, :modes] = lower / eigenvalues

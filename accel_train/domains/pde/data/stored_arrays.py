@@ -1,7 +1,7 @@
-"""Arrays of fields in HDF5 files and zarr folders, read by chunk with bounded memory.
+"""Arrays of fields in HDF5 files and zarr folders, read with bounded memory.
 
-A contiguous HDF5 dataset is memory-mapped, and its pages are handed back to the system as they add up. A chunked or
-compressed one is read by whole chunks, kept in a bounded cache.
+A contiguous HDF5 dataset is memory-mapped, and its pages are released to the system once they exceed a limit. A chunked
+or compressed one is read in whole chunks, which a bounded cache keeps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class StoredArray(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def read(self, first: range, second: range, /) -> Array:
-        """Return (len(first), len(second), ...). It may be a view of the file: copy what you keep."""
+        """Return an array (len(first), len(second), ...). It may be a view of the file: copy what you keep."""
         ...
 
 
 def hdf5() -> Any:
-    """Import h5py, or name the extra to install."""
+    """Import h5py. Raises `UsageError`, which names the extra to install, if it is missing."""
     try:
         import h5py
     except ImportError:
@@ -46,7 +46,7 @@ def hdf5() -> Any:
 
 
 def zarr() -> Any:
-    """Import zarr, or name the extra to install."""
+    """Import zarr. Raises `UsageError`, which names the extra to install, if it is missing."""
     try:
         return importlib.import_module("zarr")
     except ImportError:
@@ -66,13 +66,13 @@ def open_fields(file: Path) -> Generator[Any]:
     package = zarr()
     try:
         content = package.open_group(str(file), mode="r")
-    except Exception as error:  # zarr's own, of format and of JSON
+    except Exception as error:  # zarr's own errors, and those of the format and of JSON
         raise OSError(f"{type(error).__name__}: {error}") from None
     yield content
 
 
 def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArray:
-    """Open a dataset. Each process and worker does so for itself."""
+    """Open a dataset for reading. Each process and worker must open its own."""
     if file.suffix == ZARR:
         stored = zarr().open_array(str(file / dataset), mode="r")
         return ChunkedArray(file, dataset, stored, cache)
@@ -82,7 +82,7 @@ def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArra
     if offset is None:  # chunked or compressed
         # The file stays open, because chunks are read through it.
         return ChunkedArray(file, dataset, stored, cache)
-    # The map needs the offset and no HDF5 handle. The offset is in another file if the dataset is a link to there.
+    # The map needs the offset but no HDF5 handle. For an external link, the offset is in the file that it points to.
     mapped = MappedArray(Path(stored.file.filename), offset, stored.shape, stored.dtype, cache.limit_bytes)
     content.close()
     return mapped
@@ -103,14 +103,14 @@ class MappedArray:
         return self._array.shape
 
     def read(self, first: range, second: range) -> Array:
-        """View rows `first` and entries `second` of the second axis, both of ascending numbers."""
+        """View rows `first` and entries `second` of the second axis. Both ranges ascend."""
         if self._read_bytes > self._limit_bytes:
-            # The pages stay in the system's cache as long as it has room. Windows has no such call, and no need.
+            # The pages stay in the system's cache while it has room. Windows has no such call and needs none.
             if hasattr(self._map, "madvise"):
                 self._map.madvise(mmap.MADV_DONTNEED)
             self._read_bytes = 0
         found = self._array[_slice(first), _slice(second)]
-        # Where a step leaves some out, their pages are often read all the same.
+        # Count the entries that a step skips as well: their pages are often read all the same.
         self._read_bytes += found.nbytes * first.step * second.step
         return found
 
@@ -120,7 +120,7 @@ def _slice(numbers: range) -> slice:
 
 
 class ChunkedArray:
-    """A chunked dataset. Whole chunks of the first two axes are decoded, with all of the others, and cached."""
+    """A chunked dataset. It decodes and caches whole chunks of the first two axes, with all of the other axes."""
 
     def __init__(self, file: Path, dataset: str, stored: Any, cache: BlockCache[Array]) -> None:
         self._file = file
@@ -129,7 +129,7 @@ class ChunkedArray:
         self._dtype = stored.dtype
         self._shape: tuple[int, ...] = tuple(stored.shape)
         self._cache = cache
-        # Storage that was never written has no chunks.
+        # A dataset without written storage has no chunks.
         chunks: tuple[int, ...] = stored.chunks or (1, *stored.shape[1:])
         self._chunk = chunks[:2]
 
@@ -155,7 +155,7 @@ class ChunkedArray:
         columns = slice(column * width, (column + 1) * width)
         try:
             return np.asarray(self._stored[rows, columns])
-        except Exception as error:  # of h5py, of zarr, and of each compression
+        except Exception as error:  # h5py, zarr and each compression raise errors of their own
             raise UsageError(
                 f"--data.path: {self._file}, {self._dataset!r}, the chunk of samples {rows.start} to "
                 f"{min(rows.stop, self.shape[0]) - 1} cannot be read ({' '.join(str(error).split())[:200]}). Its bytes "
@@ -164,7 +164,7 @@ class ChunkedArray:
 
 
 def _by_chunk(numbers: range, size: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Map each chunk to the places of its numbers in `numbers`, and in the chunk."""
+    """Map each chunk to the positions of its entries in `numbers` and within the chunk."""
     chunks: dict[int, tuple[list[int], list[int]]] = {}
     for place, number in enumerate(numbers):
         to, within = chunks.setdefault(number // size, ([], []))

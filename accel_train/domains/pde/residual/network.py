@@ -1,4 +1,4 @@
-"""Network of the residual diffusion: it predicts the difference between a prediction and the truth, on the grid.
+"""Network of the residual diffusion, which predicts truth minus prediction on the grid.
 
 It works on fields, not on latents. The latent of the true field need not decode better than a predicted latent, and a
 field on a grid has fewer values than its tokens have channels.
@@ -19,10 +19,10 @@ from accel_train.domains.models.token_blocks import BlockShape, ModulatedBlock
 from accel_train.domains.pde.tokens import IDLE_TOKENS, FieldGrid, GridEncoder, encoder_multiplications
 
 LOG_SIZE_START = -3.0
-"""Initial log size: a few per cent of normalised fields, the residual of a prediction worth refining."""
+"""Initial log size: a few per cent of the normalised fields, typical of a prediction worth refining."""
 LOG_SIZE_RATE = 32.0
-"""Step size of a log size, in learning rates. An optimizer moves a weight by about one learning rate per step, so a
-size wrong by a factor of ten would otherwise take thousands of steps."""
+"""Change of a log size per step, in learning rates. An optimizer moves a weight by about one learning rate per step, so
+without this factor a size that is off tenfold would take thousands of steps to correct."""
 
 
 class ResidualGuess(NamedTuple):
@@ -47,7 +47,7 @@ class ResidualSize(nn.Module):
         self.deviation = nn.Parameter(torch.zeros(sum(channels)))
 
     def forward(self, task: int) -> Tensor:
-        # One parameter for all tasks, so that every forward reaches it.
+        # A single parameter holds the sizes of all tasks, so that every forward uses it.
         first = sum(self.channels[:task])
         stop = first + self.channels[task]
         deviation = self.deviation[first:stop].float()
@@ -111,13 +111,13 @@ class FieldResidual(nn.Module):
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
         """Run the modules left idle by task `ran` on a few zeros and yield their outputs. None: all were idle."""
         if ran is None:
-            # The sizes of all tasks are one parameter, so any task reaches it.
+            # The sizes of all tasks are one parameter, so the size of any task uses it.
             yield self.size(0)
         for task, grid in enumerate(self.grids):
             target, input = self.channels[task]
             rows, columns = grid.points_per_token
             if ran is None and task == 0:
-                # One full forward also reaches the shared blocks.
+                # One full forward also runs the shared blocks.
                 targets = like.new_zeros(1, target, rows, IDLE_TOKENS * columns)
                 inputs = like.new_zeros(1, input, rows, IDLE_TOKENS * columns)
                 fields = ResidualGuess(targets, like.new_zeros(1), targets, inputs)

@@ -1,10 +1,10 @@
 """Refinement of a prediction by diffusion: its residual is sampled from noise in a few steps and added.
 
-The residual, truth - prediction, is small. Noise of unit variance would drown it, and a fixed scale would fit one
-equation at one moment of the training. Its size is therefore learned as well, and residuals here are in units of that
-size. The diffusion is a rectified flow (Liu et al. 2022) from noise at time 1 to the residual at time 0. The network
-predicts the clean residual, and the drift (residual - noise) follows. Lippe et al. 2023, arXiv 2308.05732, refine PDE
-solutions in this way.
+The residual, truth - prediction, is small. Noise of unit variance would drown it, and a fixed scale would only suit one
+equation at one point of training. Its size is therefore learned as well, and residuals here are in units of that size.
+The diffusion is a rectified flow (Liu et al. 2022) from noise at time 1 to the residual at time 0. The network predicts
+the clean residual, and the drift (residual - noise) follows. Lippe et al. 2023, arXiv 2308.05732, refine PDE solutions
+in this way.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def draw_noise(batch: Batch, seed: int, step: int, global_batch_size: int, steps
     """Draw ``time`` (B,) and ``noise`` (B, C, H, W) of a training step, keyed by sample.
 
     Only the times 1 - k / steps occur, equally often: those of ``refine`` with the same number of ``steps``. Training
-    at other times is of no use and costs accuracy at time 1, the mean.
+    at other times would not help, and would cost accuracy at time 1, where the mean is predicted.
     """
     keys = rng.sample_keys(seed, "residual/noise", step, batch["occurrence"])
     time = training_times(batch, seed, "residual/time", step, global_batch_size)
     return {
-        # Rounded down to a step: a time just below 1 is one of the first step.
+        # `floor` maps the drawn times onto these steps.
         "time": 1 - (time * steps).floor() / steps,
         "noise": rng.normal(keys, batch["target"].shape[1:]),
     }
@@ -55,7 +55,7 @@ def denoise(correct: Correct, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tens
     signal = signal.view(-1, 1, 1, 1)
     noise = noise.view(-1, 1, 1, 1)
     power = signal**2 + noise**2  # variance of the noisy residual, whose own is 1
-    # The linear estimate with the least squared error. What it leaves over has the variance noise^2 / power.
+    # The linear estimate with the least squared error. Its error has the variance noise^2 / power.
     guess = noisy * (signal / power)
     correction, log_size = correct(guess, time)
     deviation = noise / power.sqrt()  # of the guess's error
@@ -65,9 +65,9 @@ def denoise(correct: Correct, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tens
 def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noise: Tensor) -> Tensor:
     """Compute the loss (B,) of the residual ``missed`` (B, C, H, W) in units of its size, plus that of the size.
 
-    ``log_size`` (C,) is behind a stop-gradient: the error of the residual must not shrink because its unit grows. The
-    size learns the mean logarithm of the samples' root mean squares by a squared error, fast and without steep
-    gradients.
+    ``log_size`` (C,) is detached: the error of the residual must not shrink because its unit grows. The size itself is
+    fitted by a squared error to the mean logarithm of the samples' root mean squares, which converges fast and without
+    steep gradients.
     """
     # The diffusion works at unit size, whatever the error of the prediction.
     unit = missed.float() / _per_channel(log_size).exp()
@@ -75,7 +75,7 @@ def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noi
     denoised, learned_log = denoise(correct, noisy, time)
     squares = missed.float().square()
     mean_square = squares.flatten(2).mean(-1)  # (B, C)
-    # A prediction without any error has no logarithm.
+    # The residual of a perfect prediction is 0, which has no logarithm.
     true_log = mean_square.clamp(min=_TINY).log() / 2
     size_loss = (learned_log - true_log).square().mean(-1)
     residual_loss = latents.losses(denoised, unit, FLOW)

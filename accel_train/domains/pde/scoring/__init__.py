@@ -1,1 +1,1 @@
-"""What an evaluation of predicted fields scores: chosen rows and trajectories, and their rollouts."""
+"""Choice of the rows and trajectories that an evaluation scores, and their rollouts."""

@@ -39,8 +39,8 @@ class ScoredRows:
 def scored_rows(data: FieldData, task: str, wanted: int) -> ScoredRows:
     """Choose ``wanted`` held-out rows of a task, or all if there are fewer.
 
-    No sample has two rows more than another. Samples with one more are spread over the held-out samples as in
-    ``scored_samples``.
+    The numbers of rows per sample differ by at most one. Samples with one row more are spread over the held-out samples
+    as in ``scored_samples``.
     """
     rows = data.heldout[task]
     # Row i is of sample i % N.
@@ -53,27 +53,27 @@ def scored_rows(data: FieldData, task: str, wanted: int) -> ScoredRows:
 def scored_samples(data: FieldData, task: str, wanted: int) -> Tensor:
     """Choose ``wanted`` held-out samples of a task, or all if there are fewer: ascending numbers (n,), int64.
 
-    Of files: one from each of ``wanted`` equal runs of the samples of all files, since the first ones may have another
-    parameter than the others. Of generated data: the first. The choice depends on the two counts alone.
+    From files, it takes one sample from each of ``wanted`` equal runs of all samples, since the first ones may share a
+    parameter. From generated data, it takes the first ones. The choice depends only on the two counts.
     """
     samples = data.heldout[task].samples
     return _choose(samples, min(wanted, samples), data.generated)
 
 
 def _choose(samples: int, count: int, generated: bool) -> Tensor:
-    # Generated samples are drawn alike, so their first ones are a fair part.
+    # Generated samples are drawn independently, so the first ones are representative.
     if generated or count in (0, samples):
         return torch.arange(count)
     edges = torch.arange(count + 1) * samples // count
-    # At a drawn place of its run: every n-th sample of a file that cycles through its parameters may have one of them.
+    # At a random place in its run: if a file cycles through parameters, every n-th sample may have the same one.
     keys = rng.sample_keys(0, "scored", 0, torch.arange(count))
-    # In fp64, where a draw below 1 stays below the end of the run.
+    # In fp64, so that a draw below 1 cannot round up to the end of the run.
     place = rng.uniform(keys).double() * edges.diff()
     return edges[:-1] + place.long()
 
 
 def notices(data: FieldData, evaluation: EvaluationConfig) -> Iterator[str]:
-    """Yield a notice for each task of which some held-out samples are not scored or not rolled out."""
+    """Yield a notice for each task with held-out samples that are not scored or not rolled out."""
     samples, trajectories = evaluation.samples, evaluation.trajectories
     for task in data.tasks:
         held_out = data.heldout[task.name].samples

@@ -1,4 +1,4 @@
-"""Rollouts of held-out trajectories: their errors against the truth, and the search that does not see it."""
+"""Rollouts of held-out trajectories: their errors against the truth, and a beam search that does not see it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHIFTS = (1, -1, 2, 3)
-"""Shifts of a periodic field, in points. Each gives another estimate of the same step."""
-# Taken from the front, as many as there are candidates: the first five span the range, the others refine it.
+"""Shifts of a periodic field, in points. Each gives a different estimate of the same step."""
+# Candidates take them from the front: the first five span the range, the others refine it.
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Noise scales relative to the field's size, for the candidates beyond the shifts."""
 
@@ -39,7 +39,7 @@ class Rollouts:
     """Some held-out trajectories of one task, rolled out by a model."""
 
     def __init__(self, task: FieldTask, rows: FieldRows, sample: Tensor, weight: Tensor, device: torch.device):
-        """Read trajectories ``sample`` (B,). ``weight`` (B,) is 0 for one that another process counts."""
+        """Read trajectories ``sample`` (B,). ``weight`` (B,) is 0 for a repeated one, which fills up a batch."""
         self.task = task
         self.sample = sample
         self.weight = weight.double().to(device)
@@ -55,11 +55,11 @@ class Rollouts:
         return rollout.rollout(step, self.truth[:, 0], steps)
 
     def conditioned(self, step: rollout.Step, config: ConditioningConfig, seed: int) -> Tensor:
-        """Roll out by beam search for the best conservation, without the truth. For tasks with a conserved integral."""
+        """Roll out by beam search for the best conservation, without the truth, in a task with a conserved integral."""
         sample = self.sample.to(self.truth.device)
         proposals = [rollout.plain(step)]
         if self.task.boundary == "periodic":
-            # A periodic equation does not know where the origin is, but a model that was trained on a grid does.
+            # A periodic equation is invariant under shifts, but a model that divides a grid into patches is not.
             proposals += [rollout.shifted(step, (0, by)) for by in SHIFTS]
         proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
@@ -89,7 +89,7 @@ class Rollouts:
             target = truth[:, time + 1]
             squared_error = fields.squared_error(state, target)
             error, has_size = fields.relative_l2(squared_error, fields.mean_square(target), least)
-            # Against the first fields: what is lost adds up over time.
+            # Compared with the first fields, because losses accumulate over time.
             gap = fields.conservation_gap(state, start, scale)
             per_time.append(torch.stack((torch.ones_like(error), has_size, error, gap)))
         per_sample = torch.stack(per_time, dim=1).double()  # (4, T - 1, B)
@@ -120,14 +120,14 @@ class Rollouts:
 
 
 def rollout_batches(task: FieldTask, rows: FieldRows, chosen: Tensor, at_once: int, place: Place) -> Iterator[Rollouts]:
-    """Yield this process's share of the trajectories ``chosen`` (n,) in batches, equally many on every process."""
+    """Yield this process's share of the trajectories ``chosen`` (n,), in the same number of batches on each process."""
     rank, world_size, device = place
     count = len(chosen)
-    # Rounded up on every process: the forward of a sharded model is a collective, so all must run as many batches.
+    # Rounded up on every process: the forward of a sharded model is a collective, so all must run equally many batches.
     share = math.ceil(count / world_size)
     own = torch.arange(share) * world_size + rank
     for wanted in own.split(samples_at_once(at_once)):
-        # Beyond the end the last one is repeated, with weight 0.
+        # Past the end, the last trajectory is repeated with weight 0.
         sample = chosen[wanted.clamp(max=count - 1)]
         yield Rollouts(task, rows, sample, wanted < count, device)
 
@@ -143,7 +143,7 @@ def evaluate_rollouts(
 ) -> tuple[dict[str, float], Panels]:
     """Roll out held-out trajectories. Returns ``rollout_metrics`` and panels of one trajectory and of the error.
 
-    ``step_of`` builds a step for samples with these parameters (B, P). All ranks call it.
+    ``step_of`` builds the step for samples with given parameters (B, P). Collective: every process calls it.
     """
     panels: Panels = []
 
@@ -182,12 +182,12 @@ def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) 
     """Compute the rollout metrics of a task from ``Rollouts.sums`` over all processes.
 
     They are the error over all times and at the last one, and with ``conditioned`` the gain of the beam search. A time
-    at which all fields are zeros has no error, and does not enter the mean.
+    at which all fields are zero has no error and is left out of the mean.
     """
     name = task.name
     weight, counted, error, gap = plain
     nrmse = error / counted
-    # Not `nanmean`: a rollout that diverges has no mean.
+    # Not `nanmean`, so that the mean of a diverged rollout is NaN.
     mean = nrmse[counted > 0].mean()
     metrics = {
         f"{name}_rollout_nrmse": float(mean),

@@ -1,1 +1,1 @@
-"""Latents: on disk, one file for texts in memory or blocks for shards; and pictures given, drawn and asked for."""
+"""Latents on disk, and the pictures and texts that sampling reads and writes."""

@@ -1,4 +1,4 @@
-"""What ``accel-train sample`` does with a model of text and latents."""
+"""``accel-train sample`` for a model of text and latents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(pipeline: TextLatentPipeline, options: TextLatentOptions) -> list[str
 
 
 def captions(given: str | Sequence[str]) -> list[str]:
-    """Return captions to draw as training reads them."""
+    """Return the captions to draw, with whitespace as training reads it."""
     return [on_one_line(caption) for caption in listed(given)]
 
 
@@ -53,7 +53,7 @@ def _texts(sampler: TextLatentPipeline, options: TextLatentOptions) -> list[str]
 def _written_latents(sampler: TextLatentPipeline, options: TextLatentOptions) -> list[str]:
     from safetensors.torch import save
 
-    # Latents are no lines to print: without a name they still go to a file.
+    # Latents cannot be printed as lines, so they go to a file even without a name for it.
     path = expand_path(options.output or "latents.safetensors")
     latents = sampler.latents_from_texts(_given_texts(options), seed=options.seed)
     path.write_bytes(save({"latents": latents}))
@@ -65,12 +65,12 @@ def _given_texts(options: TextLatentOptions) -> list[str]:
 
 
 def written(lines: list[str], output: str | None) -> list[str]:
-    """Return the lines, written to the file ``output`` if there is one."""
+    """Return the lines, and write them to the file ``output`` if it is given."""
     if output is not None:
         expand_path(output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return lines
 
 
 def printable(path: str) -> str:
-    """Return a path as text: one with bytes that are not UTF-8 can be opened and not printed."""
+    """Return a path as printable text: a path may have bytes that are not UTF-8, which cannot be printed."""
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

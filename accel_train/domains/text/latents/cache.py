@@ -1,6 +1,6 @@
 """Cache of computed latents: checksummed safetensors shards, built once by all processes together.
 
-A cache folder is named by the hash of texts, encoder and format, so other texts or encoders never read it.
+A cache folder is named by the hash of texts, encoder and format, so it is never read for other texts or encoders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = "latents-1"
 ROWS_PER_SHARD = 4096
 BLOCK_BYTES = 2**26
 ROWS_WORTH_A_SELECTION = 8
-"""Rows per shard in a batch, on average. Below it, reading row by row is faster than one selection per shard."""
+"""Average rows per shard in a batch. With fewer, reading row by row is faster than one selection per shard."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class LatentTable:
     row_of: Tensor  # (N,) int64
     opener: Callable[[Path], Tensor]
     identity: str = ""
-    """For ready-made latents with bytes dependent on the encoding machine: their source and their encoder."""
+    """Source and encoder of ready-made latents whose bytes depend on the encoding machine. Empty for others."""
     _open: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.shard_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker maps the shards itself. A pickled tensor would carry its rows to each of them.
+        # A worker maps the shards itself. Pickled tensors would copy their rows to every worker.
         return {**self.__dict__, "_open": {}}
 
     def _shard(self, number: int) -> Tensor:
@@ -78,7 +78,7 @@ class LatentTable:
         rows = self.row_of[indices]
         numbers = shards.tolist()
         opened = {number: self._shard(number) for number in numbers}
-        # The common case of a small dataset: one selection, straight into the result.
+        # Common for small datasets: all rows are in one shard, so select them straight into the result.
         if len(opened) == 1:
             return _select(opened[numbers[0]], rows, out)
         if len(opened) > len(numbers) // ROWS_WORTH_A_SELECTION:
@@ -120,8 +120,8 @@ def row_blocks(table: LatentRows, size: int | None = None) -> Iterator[tuple[int
 class BatchMemory:
     """Pool of float32 tensors. Memory returns to the pool once nothing refers to its tensor, on any thread.
 
-    Fresh memory costs several times the copy into it: the system clears each page on first use, and malloc returns
-    large blocks when they are freed. The pool keeps the most that was in use at one time.
+    Fresh memory costs several times as much as the copy into it: the system clears each page on first use, and malloc
+    gives large blocks back when they are freed. The pool never shrinks: it keeps the largest amount ever in use.
     """
 
     def __init__(self) -> None:
@@ -131,12 +131,12 @@ class BatchMemory:
         return BatchMemory, ()
 
     def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialised tensor. Each shape has a pool of its own."""
+        """Return an uninitialised tensor. Memory is only reused for the same shape."""
         free = self._free.setdefault(shape, [])
         memory = free.pop() if free else np.empty(shape, np.float32)
-        # The numpy view lives as long as the tensor's storage, and so as long as any view of the tensor.
+        # The tensor's storage, and so any view of the tensor, keeps this numpy view alive.
         owner = memory.view()
-        # Not at exit, where nothing is left to use the memory again.
+        # Not at exit: nothing will reuse the memory then.
         weakref.finalize(owner, free.append, memory).atexit = False
         return torch.from_numpy(owner)
 
@@ -169,13 +169,13 @@ def cached_latents(
     """
     folder = cache / "latents" / latent_key(texts, encoder.identity)
     folder.mkdir(parents=True, exist_ok=True)
-    # Shards are whole files of fixed rows, so that a build that was cut off keeps those that are done.
+    # Shards are separate files with a fixed number of rows, so that an interrupted build keeps the finished ones.
     count = math.ceil(len(texts) / ROWS_PER_SHARD)
     shards = list(range(count))
-    # Each rank starts at another shard, so ranks with one disk seldom build the same one at the same time.
+    # Each rank starts at a different shard, so that ranks with a shared disk seldom build the same one at once.
     start = rank % max(1, len(shards))
     rotated = shards[start:] + shards[:start]
-    # Behind the first barrier a shared disk has every shard, so the second pass builds on separate disks only.
+    # After the first barrier a shared disk has every shard, so the second pass only builds on separate disks.
     for assigned in (shards[rank::world_size], rotated):
         _build(folder, assigned, texts, encoder, progress and rank == 0)
         barrier()
@@ -185,7 +185,7 @@ def cached_latents(
 
 
 def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: LatentEncoder, progress: bool) -> None:
-    """Build the missing or damaged ones of `shards`. Another process may do so at the same time."""
+    """Build those of `shards` that are missing or damaged. Another process may build the same ones at the same time."""
 
     def is_intact(number: int) -> bool:
         rows = _rows_of_shard(number, len(texts))
@@ -208,14 +208,14 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
 
 
 def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[int], None]) -> NDArray[np.float32]:
-    """Encode texts to (n, Dz) in batches of similar length, to compute little padding."""
+    """Encode texts to (n, Dz) in batches of similar length, which keeps padding low."""
     numbers = range(len(texts))
     order = sorted(numbers, key=lambda index: -len(texts[index]))
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]
         encoded = encoder.encode([texts[index] for index in batch])
-        # Back to the order of the texts.
+        # Written back in the order of the texts.
         latents[batch] = encoded
         done(len(batch))
     return latents
@@ -251,12 +251,12 @@ def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
     checksum = hashlib.sha256(latents.tobytes()).hexdigest()
     metadata = {"sha256": checksum, "format": FORMAT}
     content = save({"latents": np.ascontiguousarray(latents)}, metadata=metadata)
-    # Two hosts on one disk may write the same shard at the same time. The last rename wins.
+    # Two hosts with a shared disk may write the same shard at the same time. The last rename wins.
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     with part.open("wb") as stream:
         stream.write(content)
         stream.flush()
-        # Otherwise a power failure could leave the final name on unwritten data.
+        # Otherwise, after a power failure, the file could have its final name but not its data.
         os.fsync(stream.fileno())
     part.replace(file)
 
@@ -289,5 +289,5 @@ def intact(file: Path, rows: int, dim: int) -> bool:
     checksum = hashlib.sha256(latents.tobytes()).hexdigest()
     if metadata.get("sha256") != checksum:
         return False
-    # A broken program writes NaN with a correct checksum.
+    # A faulty encoder may have written NaN, with a correct checksum.
     return bool(np.isfinite(latents).all())

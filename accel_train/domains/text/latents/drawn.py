@@ -1,4 +1,4 @@
-"""Pictures sampled for captions, by a model whose latents are patches of pixels or of an autoencoder, as PNG files."""
+"""Pictures sampled for captions, by a model whose latents are patches of pixels or of an autoencoder's latents."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ READ_BY_MODEL = "; the model reads (latents - mean) / std"
 PATCHES = "patches row by row, in each its rows, columns and then channels; "
 SHOWN_CHARACTERS = 40
 NO_CAPTION = "no caption"
-"""What is printed of a picture without one."""
+"""Printed in place of the caption of a picture that has none."""
 
 
 def picture_grid(shape: MultimodalMMDiTConfig, option: str) -> tuple[int, int]:
-    """Return the rows and columns of patches. Raises ``UsageError`` for a model of other latents.
+    """Return the rows and columns of patches. Raises ``UsageError`` for a model that has not learned pictures.
 
-    ``option`` asks for pictures and is named in the message.
+    ``option`` is the one that asks for pictures, for the message.
     """
     if shape.latent_grid is None:
         raise UsageError(
@@ -40,7 +40,7 @@ def picture_grid(shape: MultimodalMMDiTConfig, option: str) -> tuple[int, int]:
 
 
 def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
-    """Raise ``UsageError`` for texts to encode, with a model of pictures: it has no encoder of them."""
+    """Raise ``UsageError`` for a model of pictures, which has no encoder for texts."""
     if shape.latent_grid is not None:
         raise UsageError(
             "text: this model has learned pictures and has no encoder of texts; give --prompt 'a red heart' to draw a "
@@ -51,9 +51,9 @@ def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
 def about_use(
     shape: MultimodalMMDiTConfig, assets: DataAssets, conditions: Collection[str], path: str
 ) -> dict[str, str]:
-    """Return what the card says of a model: what it was measured on, and its task and a call if they are not usual.
+    """Return entries of the model card: what the model was measured on, and tag and usage if they are not the usual ones.
 
-    ``conditions`` are those that it has learned, and ``path`` is ``data.path``.
+    ``conditions`` are those that the model has learned, and ``path`` is ``data.path``.
     """
     if shape.latent_grid is not None:
         caption = 'print(pipeline.caption(["heart.png"]))'
@@ -62,7 +62,7 @@ def about_use(
             about |= {"pipeline_tag": "text-to-image", "usage": 'pipeline.draw(["a red heart"])[0].save("heart.png")'}
         return about
     about = {"measured_on": f"held-out texts of {path}"}
-    # The usual call answers with texts, for which it encodes a text and has learned l2t.
+    # The usual call returns texts, for which the model needs an encoder and must have learned l2t.
     if assets.encoder is None or "latent" not in conditions:
         given = "print(pipeline(latents=latents).texts)  # latents: (B, L, D)"
         about["usage"] = 'print(pipeline("A text.").latents)' if "text" in conditions else given
@@ -70,15 +70,15 @@ def about_use(
 
 
 def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | None, device: str) -> Tensor:
-    """Return pictures (B, H, W, 3) uint8 of latents (B, L, D), in units of pixels from -1 to 1 or of an autoencoder.
+    """Decode latents (B, L, D), patches of pixels from -1 to 1 or of an autoencoder, to pictures (B, H, W, 3) uint8.
 
-    Raises ``UsageError`` if the autoencoder is gone, or is another one.
+    Raises ``UsageError`` if the autoencoder is missing or is not the one of training.
     """
     return find_patching(latents.shape[2], reference, device).pictures(latents, grid)
 
 
 def cut_notices(assets: DataAssets, prompts: Sequence[str]) -> list[str]:
-    """Return a line for each prompt of more tokens than the model reads, with the place where it is cut."""
+    """Return a line for each prompt with more tokens than the model reads, which shows where it is cut."""
     lines: list[str] = []
     for prompt in prompts:
         tokens = assets.tokenizer.tokenise([prompt], assets.max_length)
@@ -92,17 +92,17 @@ def cut_notices(assets: DataAssets, prompts: Sequence[str]) -> list[str]:
 
 
 def image(picture: Tensor) -> Image.Image:
-    """Return a picture (H, W, 3) uint8 as an image of Pillow."""
+    """Return a picture (H, W, 3) uint8 as a Pillow image."""
     from PIL import Image
 
     return Image.fromarray(picture.numpy())
 
 
 def write_pictures(pictures: Sequence[Image.Image], prompts: Sequence[str], seed: int, output: str | None) -> list[str]:
-    """Write a PNG file for each of the pictures, and return lines about them.
+    """Write each picture to a PNG file, and return a line about each.
 
-    Files are named by prompt, seed and picture: only the same picture is written again. ``output`` None: the folder
-    pictures.
+    A file is named by prompt, seed and content, so that only the same picture overwrites it. ``output`` is the folder,
+    None for ``FOLDER``.
     """
     folder = expand_path(output or FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def write_pictures(pictures: Sequence[Image.Image], prompts: Sequence[str], seed
 
 
 def units_of_pictures(shape: MultimodalMMDiTConfig, assets: DataAssets) -> dict[str, str]:
-    """Return the units of latents that are patches of pictures. Empty: they are those of texts."""
+    """Describe the units of latents that are patches of pictures. Empty for latents of texts."""
     if shape.latent_grid is None:
         return {}
     values = "RGB pixels from -1 to 1"

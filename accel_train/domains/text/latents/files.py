@@ -17,10 +17,10 @@ SUFFIXES = (".npy", ".safetensors")
 
 
 def read_latents(folder: Path, references: Sequence[tuple[str | int, int]]) -> LatentTable:
-    """Memory-map the rows referenced by the texts.
+    """Memory-map the shards with the rows that `references`, a (shard, row) of each text, point to.
 
-    A shard is a file name in `folder`, or a number n for shard_n with any number of leading zeros. Shards hold floats
-    (rows, Dz) or (rows, L, Dz), all of one shape.
+    A shard is a file name in `folder`, or a number n for shard_n with n padded to 1, 4, 5 or 6 digits. Shards hold
+    floats (rows, Dz) or (rows, L, Dz), all with the same Dz and L.
     """
     names = list(dict.fromkeys(shard for shard, _ in references))
     files = tuple(_shard_file(folder, name) for name in names)
@@ -68,9 +68,9 @@ def _shard_file(folder: Path, shard: str | int) -> Path:
 
 
 def open_latents(file: Path) -> Tensor:
-    """Memory-map a file as (rows, L, Dz). A file without L gets L = 1."""
+    """Memory-map a file as (rows, L, Dz), with L = 1 for a file of (rows, Dz). Raises `ValueError` for other tensors."""
     if file.suffix == ".npy":
-        # Copy-on-write: torch warns of arrays that cannot be written, and nothing reaches the file.
+        # Copy-on-write: nothing reaches the file, and torch does not warn, as it does about read-only arrays.
         array: NDArray[np.floating] = np.load(file, mmap_mode="c", allow_pickle=False)
         latents = torch.from_numpy(array)
     else:
@@ -118,7 +118,7 @@ def write_latents(
 ) -> Path:
     """Write data.jsonl and shard_0000.npy, ... for `read_latents` into `folder`. Returns the path of the JSONL.
 
-    `latents` are (N, Dz) or (N, L, Dz). Raises `UsageError` for another number of them than of texts.
+    `latents` are (N, Dz) or (N, L, Dz). Raises `UsageError` unless there is one latent per text.
     """
     if len(latents) != len(texts):
         raise UsageError(
@@ -138,7 +138,7 @@ def write_latents(
 
 
 def read_given(file: str) -> Tensor:
-    """Read the only tensor of a safetensors file, or the one named ``latents``. Raises ``UsageError``."""
+    """Read the tensor ``latents`` of a safetensors file, or its only tensor. Raises ``UsageError`` for other files."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -156,9 +156,9 @@ def read_given(file: str) -> Tensor:
 
 
 def checked(latents: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return latents of ``shape`` (L, Dz) as (B, L, Dz) fp32 on the CPU. (B, Dz) will do if L is 1.
+    """Return latents of ``shape`` (L, Dz) as (B, L, Dz) fp32 on the CPU. (B, Dz) is accepted if L is 1.
 
-    Raises ``UsageError`` for another shape and for NaN.
+    Raises ``UsageError`` for other shapes, and for NaN or infinity.
     """
     length, width = shape
     found = torch.as_tensor(latents).detach().float().cpu()

@@ -1,4 +1,4 @@
-"""Pictures to caption, as the squares and latents that training makes of its own."""
+"""Pictures to caption, turned into squares and latents as training does with its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     Given = Image.Image | Path | str
-    """An image of Pillow, or the path of a file."""
+    """A Pillow image, or the path of a file."""
 
 
 def read_pictures(
@@ -26,11 +26,11 @@ def read_pictures(
 ) -> tuple[Tensor, Tensor]:
     """Return the pixels (B, H, W, 3) uint8 and the latents (B, L, D) of pictures, as training makes them.
 
-    They have ``rows`` rows of tokens of ``width`` values. Raises ``UsageError`` for a picture that cannot be used, and
-    without the autoencoder of ``reference``.
+    The latents have ``rows`` rows of tokens with ``width`` values each. Raises ``UsageError`` for a picture that cannot
+    be used, and if the autoencoder of ``reference`` is missing.
     """
     images = decode_given(pictures)
-    # Loaded last, because it may take a minute.
+    # The autoencoder is loaded last, because that may take a minute.
     patching = find_patching(width, reference, device)
     pixels = torch.stack([square(image, rows * patching.side) for image in images])
     return pixels, encode_squares(pixels, patching)
@@ -39,9 +39,9 @@ def read_pictures(
 def decode_given(pictures: Given | Iterable[Given]) -> list[Image.Image]:
     """Decode one picture or several as training does.
 
-    Raises ``UsageError`` with the name of one that cannot be used, and for none.
+    Raises ``UsageError`` if there is none, or naming one that cannot be used.
     """
-    # A path is iterable too, of letters, and bytes are of numbers.
+    # Strings and bytes are iterable as well, but each is one (possibly wrong) picture.
     if isinstance(pictures, (str, bytes)) or not isinstance(pictures, Iterable):
         pictures = [pictures]
     decoded = [_decoded(picture, number) for number, picture in enumerate(pictures, 1)]
@@ -52,12 +52,12 @@ def decode_given(pictures: Given | Iterable[Given]) -> list[Image.Image]:
 
 def encode_squares(pixels: Tensor, patching: Patching) -> Tensor:
     """Return the latents (B, L, D) of squares (B, H, W, 3) uint8 as training stores them, in fp32 on the CPU."""
-    # One at a time: an autoencoder may round otherwise in another batch, and a caption depends on its picture alone.
+    # One at a time: an autoencoder may round differently in a batch, and a caption must depend on its picture only.
     return torch.cat([patching.tokens(one).float() for one in pixels.split(1)])
 
 
 def _decoded(picture: object, number: int) -> Image.Image:
-    # Here, because most models that import this read no picture.
+    # Imported here, because most models that import this module read no pictures.
     from PIL import Image
 
     named = f"picture {number}"

@@ -1,4 +1,4 @@
-"""What a model of sentence-transformers declares beside its transformer: how it pools, and further modules."""
+"""Modules that a sentence-transformers model declares besides its transformer: its pooling, and further ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_train.store import strict_json
 
 MODULES_FILE = "modules.json"
 COMPUTED = ("Transformer", "Pooling", "Normalize")
-"""Modules of sentence-transformers that are computed here. Normalize is the option ``data.normalise``."""
+"""Modules of sentence-transformers that are implemented here. Normalize is the option ``data.normalise``."""
 POOLINGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -21,9 +21,9 @@ POOLINGS = {
 
 
 def refuse_other_modules(encoder: TransformerEncoder) -> None:
-    """Raise ``UsageError`` if the model declares another pooling than the encoder's, or a module that is not computed.
+    """Raise ``UsageError`` if the model's pooling differs from the encoder's, or a module is not implemented here.
 
-    Does nothing for a model without ``modules.json``, and for a pooling that is neither here nor on the Hub.
+    Does nothing for a model without ``modules.json``. The pooling is not compared if its configuration cannot be found.
     """
     file = encoder.folder / MODULES_FILE
     if not file.is_file():
@@ -52,7 +52,7 @@ def refuse_other_modules(encoder: TransformerEncoder) -> None:
 
 
 def _declared_pooling(encoder: TransformerEncoder, path: str | None) -> str | None:
-    """Return the pooling in the configuration of the module in ``path``, None if there is none to read."""
+    """Return the pooling declared by the configuration in the folder ``path``, None if there is none to read."""
     if path is None:
         return None
     file = encoder.folder / path / "config.json"
@@ -60,9 +60,9 @@ def _declared_pooling(encoder: TransformerEncoder, path: str | None) -> str | No
         from huggingface_hub import hf_hub_download
 
         try:
-            # Snapshots of encoders have no subfolders, where weights of other formats lie.
+            # `model_folder` downloads no subfolders, so the configuration is fetched here.
             file = Path(hf_hub_download(encoder.name, f"{path}/config.json", revision=encoder.revision))
-        except Exception:  # without a network, say; the model itself was found
+        except Exception:  # for example without a network: the model itself was found
             return None
     if not file.is_file():
         return None

@@ -1,7 +1,7 @@
-"""Tokenizer, latent encoder and scale that belong to trained weights: a start from them reads its data as they do.
+"""Tokenizer, latent encoder and scale that belong to trained weights: a run that starts from them keeps these.
 
-A resume and an evaluation have those of their checkpoint, whatever ``--allow`` says. A new run from the weights of
-another (``init_from``) takes them where it would otherwise fit its own.
+A resume or an evaluation has those of its checkpoint, whatever ``--allow`` says. A new run from the weights of another
+(``init_from``) takes them where it would otherwise fit its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 from accel_train.store.run_file import experiment_options
 
 OF_TRANSFORMER = ("pooling", "normalise", "max_length", "latent_dim")
-"""Fields of an encoder that decide its latents, beside its files."""
+"""Fields of an encoder that determine its latents, together with its files."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainedAssets:
     """Folder ``assets`` beside the weights."""
     saved: DataAssets
     options: Mapping[str, Any]
-    """Options of the run behind the weights, by their names on the command line."""
+    """Options of the run that trained the weights, by their names on the command line."""
     resumes: bool
     """False: a new run starts from the weights."""
 
@@ -49,13 +49,13 @@ class TrainedAssets:
         return self.folder.parent
 
     def is_named_as_before(self, config: DataConfig) -> bool:
-        """Return True for a resume with the tokenizer that the run began with."""
+        """Return True for a resume that names the tokenizer the run began with."""
         return self.resumes and config.tokenizer == self.options.get("data.tokenizer", config.tokenizer)
 
     def refuse_other_options(self, config: DataConfig, names: Sequence[str], kept: str) -> None:
-        """Raise `UsageError` for options that would give another `kept`, which stays that of the weights.
+        """Raise `UsageError` for options that contradict the weights' own `kept`, such as their tokenizer.
 
-        A new run may leave them at their defaults.
+        A new run may leave these options at their defaults.
         """
         defaults = {field.name: field.default for field in fields(config)}
         facts = {"vocab_size": self.saved.tokenizer.vocab_size, "latent_dim": len(self.saved.latent_mean)}
@@ -63,7 +63,7 @@ class TrainedAssets:
             facts["normalise"] = self.saved.encoder.normalise
         for name in names:
             now = getattr(config, name)
-            # Weights may come without the options of their run.
+            # Weights may come without the options of the run that trained them.
             was = self.options.get(f"data.{name}", facts.get(name, now))
             is_kept = now in (was, facts.get(name, was))
             if is_kept or (not self.resumes and now == defaults[name]):
@@ -74,7 +74,7 @@ class TrainedAssets:
             )
 
     def refuse_other_pieces(self, name: str, tokenizer: TextTokenizer) -> None:
-        """Raise `UsageError` for a tokenizer that gives pieces of text other ids than the weights know them by."""
+        """Raise `UsageError` for a tokenizer whose ids differ from those that the weights were trained with."""
         known = self.saved.tokenizer.pieces()
         given = tokenizer.pieces()
         other = sum(given.get(piece) != number for piece, number in known.items())
@@ -106,7 +106,7 @@ class TrainedAssets:
         )
 
     def has_latents_of(self, encoder: LatentEncoder | None, vae: VaeReference | None) -> bool:
-        """Return True if latents mean to the weights what they did. Ready-made ones are taken to be of one encoder."""
+        """Return True if latents come from the encoder the weights were trained with. Ready-made ones are assumed to."""
         saved = self.saved.encoder
         if isinstance(encoder, TransformerEncoder) and isinstance(saved, TransformerEncoder):
             return encoder is saved or _is_same(encoder, saved)
@@ -129,7 +129,7 @@ class TrainedAssets:
 
 
 def trained_assets(weights: WeightsAssets | None, device: str) -> TrainedAssets | None:
-    """Read what the weights of a start were trained with. None for weights that begin at random, or without assets."""
+    """Read the assets that the initial weights were trained with. None for random weights, or without assets."""
     if weights is None:
         return None
     options = experiment_options(weights.folder.parent)
@@ -137,9 +137,9 @@ def trained_assets(weights: WeightsAssets | None, device: str) -> TrainedAssets 
 
 
 def refuse_declared_otherwise(trained: TrainedAssets | None, encoder: TransformerEncoder) -> None:
-    """Raise `UsageError` for a new run with an encoder that declares other latents than those computed here.
+    """Raise `UsageError` for an encoder that declares other latents than those computed here.
 
-    Trained weights know the latents that they were trained on.
+    It is not refused for weights that were trained on the latents computed here.
     """
     if trained is None or not trained.has_latents_of(encoder, None):
         refuse_other_modules(encoder)
@@ -157,7 +157,10 @@ class LatentScale(NamedTuple):
 def resolve_scale(
     trained: TrainedAssets | None, table: LatentRows, encoder: LatentEncoder | None, vae: VaeReference | None
 ) -> LatentScale:
-    """Return the scale of the weights, or that of latents that they do not know. Reads all latents but for a resume."""
+    """Return the scale of the weights, or that of the data if its latents are new to them.
+
+    Reads all latents, except in a resume.
+    """
     if trained is not None and trained.resumes:
         return LatentScale(trained.saved.latent_mean, trained.saved.latent_std, [])
     mean, std = statistics(table)
@@ -188,7 +191,7 @@ def resolve_length(
 def taken_notices(
     trained: TrainedAssets | None, tokenizer: TextTokenizer, encoder: LatentEncoder | None
 ) -> Iterator[str]:
-    """Yield a line for the log about what a new run takes beside the weights of another."""
+    """Yield a notice about what a new run takes over together with the weights of another."""
     if trained is None or trained.resumes:
         return
     taken: list[str] = []
