@@ -1,1 +1,1 @@
-"""Reports of a training: its log lines, throughput, profile and watch over its steps."""
+"""Reports of a training: log lines, throughput, memory, evaluations, and the watch over its steps."""

@@ -1,5 +1,5 @@
-"""What a training loop is given, compared with the experiment that was opened. A contradiction would train or record
-something else in silence.
+"""Checks that the arguments of a training loop match the opened experiment. A mismatch would otherwise silently train
+or record something else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_arguments(opened: Experiment, prepared: TrainState, dataset: MapDataset, order: Sampler) -> None:
-    """Raise ``UsageError`` for data or an order other than those opened. Warn of a model in eval mode. Any process."""
+    """Raise ``UsageError`` for data or an order that differ from the experiment's. Warns of a model in eval mode.
+
+    Not collective: each process checks its own arguments, and the main process warns.
+    """
     refuse_other_than_map_style(dataset)
     sampler.refuse_other_data(order, len(dataset))
     _refuse_other_epoch(opened, len(dataset))
@@ -39,7 +42,7 @@ def _refuse_other_epoch(opened: Experiment, size: int) -> None:
 
 
 def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
-    """Raise ``UsageError`` for an order whose steps have other numbers of samples than the options say."""
+    """Raise ``UsageError`` for an order whose batch sizes differ from those of the options."""
     schedule = opened.batch_schedule
     has_its_own = isinstance(order, StepSampler) and bool(order.schedule.steps)
     given = order
@@ -61,7 +64,7 @@ def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
 
 
 def _warn_of_eval_mode(prepared: TrainState) -> None:
-    # The wrapper of DDP has a mode of its own. Submodules may be in eval mode on purpose.
+    # The unwrapped model, because DDP's wrapper has its own mode. Submodules may be in eval mode on purpose.
     if prepared.accelerator.is_main_process and not plain_module(prepared.model).training:
         logger.warning(
             "the model is in eval mode, as from_pretrained of transformers and diffusers returns it, and stays in it: "

@@ -1,4 +1,4 @@
-"""The comparisons of the processes of a training, as its options ask for them."""
+"""Builds the comparisons between the processes of a training that its options ask for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_comparisons(opened: Experiment, prepared: TrainState, throughput: Throughput, log: Recorder) -> Comparisons:
-    """Build what compares the processes every so many steps (``HealthConfig``). Every process has one."""
+    """Build the periodic comparisons between processes (``HealthConfig``). Every process has one. No collective."""
     config = opened.config
     accelerator = opened.accelerator
     strategy = strategy_of(accelerator)

@@ -1,4 +1,4 @@
-"""Evaluations of a run: held-out means, and a start that evaluates and trains no step."""
+"""Evaluations of a run: held-out means, and a start that evaluates without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAKES = "training.evaluate takes a function that returns a dict of numbers"
 
 
 def returned_by(evaluate: object) -> Any:
-    """Call an evaluation and return what it returns. Raises ``UsageError`` for what cannot be called."""
+    """Call an evaluation and return its result. Raises ``UsageError`` if it is not callable."""
     if not callable(evaluate):
         raise UsageError(f"{TAKES}; it was given {_described(evaluate)}: pass the function itself, without calling it")
     return evaluate()
@@ -37,8 +37,8 @@ def returned_by(evaluate: object) -> Any:
 def numbers(accelerator: Accelerator, returned: object, *before: Callable[[], None]) -> dict[str, float]:
     """Return the metrics of an evaluation as plain numbers: tensors and arrays of one element become that element.
 
-    Collective. The main process decides, since a recipe may return metrics there alone. Raises ``UsageError`` for
-    anything else than a dict of numbers, once it has called ``before``.
+    Collective. Only the main process's value is checked, since a recipe may return metrics only there. Raises
+    ``UsageError`` on every process unless it is a dict of numbers, after calling each of ``before``.
     """
     try:
         on_main(accelerator, lambda: _refuse_others(returned), training=True)
@@ -46,7 +46,7 @@ def numbers(accelerator: Accelerator, returned: object, *before: Callable[[], No
         for act in before:
             act()
         raise
-    # Of another process there may be nothing.
+    # On other processes the evaluation may have returned nothing.
     if not isinstance(returned, Mapping):
         return {}
     return {name: _plain(value) for name, value in returned.items()}
@@ -64,14 +64,14 @@ def _refuse_others(returned: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return the one element of a tensor or an array as a Python number, and anything else as it is."""
+    """Return the element of a one-element tensor or array as a Python number, and anything else unchanged."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     is_array = isinstance(value, (np.generic, np.ndarray)) and value.size == 1
     return value.item() if is_tensor or is_array else value
 
 
 def _described(value: object) -> str:
-    """Name a value for a message, with the shape of a tensor."""
+    """Describe a value by its type for a message, with the shape of a tensor."""
     shape = getattr(value, "shape", None)
     if value is None:
         return "None"
@@ -88,10 +88,10 @@ def heldout_means(
 ) -> dict[str, float]:
     """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
 
-    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
-    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape. A
-    sample's metric must depend on that sample alone: with negatives from the batch (CLIP, InfoNCE) the mean depends on
-    ``batch_size``.
+    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``.
+    Collective: every process calls it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another
+    shape. A sample's metric must depend on that sample only: with negatives from the batch (CLIP, InfoNCE), the mean
+    would depend on ``batch_size``.
     """
 
     def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,16 +104,16 @@ def heldout_means(
     with evaluation.evaluating(prepared.model, prepared.ema):
         batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
         sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
-    samples = sums.pop(evaluation.SAMPLES)  # less than the rows read: repeated ones have weight 0
+    samples = sums.pop(evaluation.SAMPLES)  # may be fewer than the rows read: repeated ones have weight 0
     return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
 
 
 def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> int:
-    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
+    """Evaluate the restored checkpoint and write the report, without training. Collective. Returns exit code 0.
 
-    An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
-    With ``evaluate_only`` on other data than the checkpoint's, the report of the run stays, and these data are named.
-    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among the metrics.
+    An evaluation that a stop had interrupted is recorded as part of the run, and its metrics are added to the
+    checkpoint. With ``evaluate_only`` on data that differ from the checkpoint's, the run's own report is kept, and the
+    new report names its data. Raises ``UsageError`` if ``checkpoints.best_metric`` is not among the metrics.
     """
     step = opened.start_step
     if opened.config.evaluate_only:
@@ -129,7 +129,7 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
 
 
 def _other_data(opened: Experiment) -> dict[str, Any]:
-    """Return the data of an evaluation and the options that led to them, if they are not those of the checkpoint."""
+    """Return the data fingerprint of an evaluation and the changed options, if its data are not the checkpoint's."""
     run = opened.run
     if run.checkpoint is None or opened.report_directory == run.report_directory():
         return {}
@@ -140,13 +140,13 @@ def _other_data(opened: Experiment) -> dict[str, Any]:
         for name, value in run.saved["experiment"].items()
         if value != before.get(name) and not is_covered(name, free)
     }
-    # With `data.changed`, that among the options is of the data that the run began with.
+    # With `data.changed`, the fingerprint in the saved experiment is that of the data the run began with.
     return changed | {DATA_FINGERPRINT: opened.history.contents}
 
 
 def _record_owed(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
-    # Imported here, because few starts owe one.
+    """Evaluate, record it as a separate start, and add it to the checkpoint. Collective. Returns the metrics."""
+    # Imported here, because few starts have an evaluation to make up for.
     from accel_train.reporting.reports import build_log
 
     with build_log(opened, {"run_id": opened.run.run_id}) as log:

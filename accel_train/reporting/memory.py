@@ -1,4 +1,4 @@
-"""Memory of this process by category: after the first step of a start, and after running out of memory."""
+"""Memory of this process by category, reported after the first step of a start and after running out of memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def _harmless() -> Generator[None]:
-    """Log an error of the body: an unknown kind of tensor must neither cost a step nor hide the error that ends one."""
+    """Log an error of the body instead of raising it, so that it neither ends a step nor hides the error that did."""
     try:
         yield
     except Exception as error:
@@ -32,18 +32,18 @@ def _harmless() -> Generator[None]:
 
 
 class MemoryReport:
-    """Counts the memory of a training by category. One per process. No collective, and no wait for the device."""
+    """Counts the memory of a training by category, one per process. Not collective, and never waits for the device."""
 
     def __init__(self, ema: Ema, device: torch.device) -> None:
-        """Watch the first step for its gradients, which are gone when it has ended. On CUDA the peak starts anew."""
+        """Count the gradients during the first step, at whose end they are gone. On CUDA this resets the peak."""
         if device.type == "cuda":
-            # Loading or encoding before the training may have had a larger one.
+            # Loading or encoding before the training may have had a higher peak.
             torch.cuda.reset_peak_memory_stats(device)
         self._ema = ema
         self._device = device
         self._gradients = Held()
         self._rest = 0
-        """Bytes of the peak before the update that no category explains."""
+        """Bytes of the peak before the update that belong to no category, such as activations."""
         self._watch: Any = ema.shards.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def first_step(self, log: Recorder, step: int) -> None:
@@ -54,13 +54,14 @@ class MemoryReport:
         self._watch = None
         with _harmless():
             log.record("memory", self._fields(), step=step)
-        # Of later steps they are gone, until one runs out of memory with its own.
+        # Later steps have gradients of their own: if one runs out of memory, these would be wrong.
         self._gradients = Held()
 
     def after_running_out(self, logs: Path, rank: int) -> dict[str, Any]:
-        """Log the memory held now, and return the fields of the event. Any process, alone. Never raises.
+        """Log the memory held now, and return the fields of the event. Not collective. Never raises.
 
-        On CUDA the log file also gets the allocator's own summary, and ``logs`` a snapshot if one is being recorded.
+        On CUDA it also writes the allocator's own summary to the log file, and a snapshot to ``logs`` if memory history
+        is being recorded.
         """
         fields: dict[str, Any] = {}
         with _harmless():
@@ -74,11 +75,11 @@ class MemoryReport:
         return fields
 
     def _before_update(self) -> None:
-        """Count gradients where they are complete. ZeRO-1 and -2 step one group after the other: the largest counts."""
+        """Count gradients when they are complete. ZeRO-1 and -2 step one group after another: the largest counts."""
         with _harmless():
             self._gradients.raise_to(held_gradients(self._ema.shards, self._device))
             if self._device.type == "cuda":
-                # The optimizer makes its state only now, so the activations had no more than the rest of this peak.
+                # The optimizer creates its state only after this, so the rest of this peak bounds the activations.
                 peak = torch.cuda.max_memory_allocated(self._device)
                 self._rest = max(self._rest, peak - held(self._ema, self._device).total)
 
@@ -98,7 +99,7 @@ class MemoryReport:
             return {"process_rss_bytes": psutil.Process().memory_info().rss}
         peak = torch.cuda.max_memory_allocated(self._device)
         return {
-            # Each is a lower bound, since not everything counted was there at the peak.
+            # Both are lower bounds, since not everything counted was allocated at the peak.
             "rest_of_peak_bytes": max(self._rest, peak - now.total, 0),
             "allocated_bytes": torch.cuda.memory_allocated(self._device),
             "reserved_bytes": torch.cuda.memory_reserved(self._device),

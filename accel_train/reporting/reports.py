@@ -1,4 +1,4 @@
-"""What a training reports of each step: counted in every one, and written at the log points."""
+"""Reports of a training: counted in every step, and written at the log points."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Reports:
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:
-        """Return the steps of the loop, watched for one that does not end, and profiled if asked for. No collective."""
+        """Wrap the steps of the loop with a watch for hanging ones and, if asked for, a profiler. No collective."""
         if self.gpu is not None:
             steps = self.gpu.watched(steps)
         return watched_steps(self.opened, steps, self.throughput)
 
     def begin_step(self, done: int) -> None:
-        """Look at weights and learning rates of the step after which ``done`` are done, if it ends at a log point."""
+        """Record weights and learning rates before a step, if it is logged. ``done`` counts the steps, including it."""
         if self.log.due(done):
             self.norms.before()
             self.calls.compare_rates()
@@ -71,9 +71,9 @@ class Reports:
     ) -> None:
         """Count a step. At a log point, wait for the device and write a training line.
 
-        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``, ``RuntimeError`` for a
-        learning rate that ``set_learning_rate`` has not set, and ``UsageError`` for a loss, or a weight of a loss term,
-        that is not multiplied by the sample's weight.
+        Collective at log points, when processes are compared and when the gradient noise is measured. Raises
+        ``ReplicasDifferError``, ``RuntimeError`` for a learning rate that ``set_learning_rate`` has not set, and
+        ``UsageError`` for a loss, or a weight of a loss term, that is not multiplied by the sample's weight.
         """
         self.throughput.end_of_step()
         self.losses.add(result)
@@ -81,7 +81,7 @@ class Reports:
         config = self.opened.config
         logs = self.log.due(batches.done)
         totals: dict[str, float] = {}
-        # The sum over processes waits for the device, so in all other steps the counts stay on it.
+        # Summing over processes waits for the device, so between log points the counts stay on it.
         if logs:
             self.calls.refuse_other_rates(batches.done)
             self._counts.add(**count_unweighted(result))
@@ -109,9 +109,9 @@ class Reports:
         self.comparisons.after(batches.done, batches.data_wait_seconds)
 
     def before_save(self, done: int) -> None:
-        """Write what a resume from the save of step ``done`` would not write again, and check that it is worth saving.
+        """Write what a resume from the save of step ``done`` would not write again, and compare the replicas.
 
-        Collective. Raises ``ReplicasDifferError``.
+        Collective. Raises ``ReplicasDifferError`` instead of letting wrong weights be saved.
         """
         self.bad_steps()
         self.losses.write()
@@ -123,7 +123,7 @@ class Reports:
         return self.memory.after_running_out(opened.run.directory / "logs", opened.accelerator.process_index)
 
     def _follow_plateau(self, result: StepResult, done: int) -> None:
-        """Let the learning rate follow the loss of this step, and record a change. Waits at the end of a window."""
+        """Pass the loss to the plateau schedule, and record a change. Waits for the device at the end of a window."""
         plateau = self.opened.plateau
         if plateau is None:
             return
@@ -133,14 +133,14 @@ class Reports:
             info(logger, f"step {done}: {plateau.describe(change)}")
 
     def _follow_noise(self, result: StepResult, done: int) -> None:
-        """Measure the noise of the gradient of this step, and let the batch grow at the end of a window. Collective."""
+        """Measure this step's gradient noise, and at the end of a window let the batch grow. Collective."""
         opened = self.opened
         noise = opened.noise_scale
         size = opened.batch_size(done - 1)
         if noise is None or not noise.follow(result, done, size, self.weights, opened.accelerator):
             return
         here = noise.end_window()
-        # That of one process, so that all decide alike.
+        # The main process's window, so that all processes decide alike.
         window = on_main(opened.accelerator, lambda: here, training=True)
         if window is None:
             return
@@ -153,7 +153,7 @@ class Reports:
         info(logger, f"step {done}: {window.describe(size, grown)}")
 
     def bad_steps(self) -> None:
-        """Write an event and a warning for each bad step that the host knows of by now."""
+        """Write an event and a warning for each new bad step that the host knows of by now."""
         for bad, skipped in self.guard.history.take_unreported():
             self.log.record("bad_step", bad.fields() | {"skipped": skipped}, step=bad.step + 1)
             if self.opened.accelerator.is_main_process:
@@ -166,7 +166,7 @@ class Reports:
 
 
 def build_log(opened: Experiment, facts: Mapping[str, object]) -> Recorder:
-    """Build the records of this start, and write its first lines. Every process. Raises ``UsageError``."""
+    """Build the recorder of this start, which writes its first lines. Every process calls it. Raises ``UsageError``."""
     config = opened.config
     return Recorder(
         opened.accelerator,
@@ -181,7 +181,7 @@ def build_log(opened: Experiment, facts: Mapping[str, object]) -> Recorder:
 
 
 def build_reports(opened: Experiment, prepared: TrainState) -> Reports:
-    """Build the reports of a training, whose clock starts here. Every process has one. Raises ``UsageError``."""
+    """Build the reports of a training, and start their clock. Every process calls it. Raises ``UsageError``."""
     config = opened.config
     accelerator = opened.accelerator
     log = build_log(opened, prepared.run_info.facts)

@@ -1,4 +1,4 @@
-"""The steps of a loop, watched for one that does not end, and profiled if asked for."""
+"""Wrappers of the steps of a loop: a watch for hanging steps, and a profiler if asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def watched_steps(opened: Experiment, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
-    """Return the steps of the loop, watched for one that does not end, and profiled. No collective."""
+    """Wrap the steps of the loop with a watch for hanging ones and, if asked for, a profiler. No collective."""
     config = opened.config
     seconds = config.health.hang_seconds
     if seconds is None:
@@ -39,15 +39,15 @@ def watched_steps(opened: Experiment, steps: Generator[StepBatches], throughput:
 def _profiled_steps(
     opened: Experiment, steps: Generator[StepBatches], throughput: Throughput
 ) -> Generator[StepBatches]:
-    """Return the steps of the loop, of which the main process profiles those that ``--profile.steps`` names.
+    """Return the steps of the loop. The main process profiles the range in ``--profile.steps``.
 
-    On the other processes, and without a range, ``steps`` itself. No collective.
+    Returns ``steps`` itself on other processes, and without a range. No collective.
     """
     config = opened.config
     wanted = config.profile.range()
     if wanted is None or not opened.accelerator.is_main_process:
         return steps
-    # Imported here, because a run that profiles nothing has no use for it.
+    # Imported here, because a run without a profile does not need it.
     from accel_train.metrics.profiling.advice import Setting
     from accel_train.metrics.profiling.profiler import profiled
 

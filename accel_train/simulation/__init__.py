@@ -1,1 +1,1 @@
-"""``accel-train simulate``: a recipe's own step on fake tensors, at any number of processes, and its memory."""
+"""``accel-train simulate``: run a recipe's own step on fake tensors, at any number of processes, and count it."""

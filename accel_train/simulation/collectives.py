@@ -1,4 +1,4 @@
-"""Collectives of a step: kind, group, bytes of the whole tensor, and by rule the bytes sent by each process."""
+"""Collectives of a step: kind, group, bytes of the whole tensor, and the modelled bytes that each process sends."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ KINDS: Mapping[str, str] = {
     "broadcast": "broadcast",
     "reduce_": "reduce",
 }
-"""Kind by torch's operator, of its namespaces c10d and _c10d_functional."""
-# Of the same namespaces, but they send no tensor.
+"""Kind of collective by the name of torch's operator, in the namespaces c10d and _c10d_functional."""
+# Operators of the same namespaces that send no tensor.
 NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on one process."""
+    """One collective, as called on one process."""
 
     kind: str
     group_size: int
     size: int
-    """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all the larger side of this process."""
+    """Bytes of the whole tensor that is reduced, gathered or scattered. In an all-to-all, this process's larger side."""
     stride: int = 1
-    """Distance of the ranks of the group: above 1 under HSDP, between processes with the same shards."""
+    """Distance between the ranks of the group: above 1 under HSDP, between processes with the same shards."""
 
     @property
     def sent(self) -> int:
-        """Bytes sent by each process, by the rule of a ring."""
+        """Bytes sent by each process in a ring algorithm."""
         return sent_bytes(self.kind, self.group_size, self.size)
 
 
@@ -62,21 +62,21 @@ class Row:
     group_size: int
     count: int
     size: int
-    """Bytes of the whole tensors."""
+    """Sum of the bytes of the whole tensors."""
     sent: int
-    """Bytes sent by each process, by the rule of a ring."""
+    """Bytes sent by each process in a ring algorithm."""
     stride: int = 1
-    """Distance of the ranks of the group."""
+    """Distance between the ranks of the group."""
 
 
 @dataclass
 class Collectives:
-    """Collectives seen so far. ``ledger`` learns the storages they read and write."""
+    """Collectives seen so far. ``ledger``, if given, is told which storages they read and write."""
 
     ledger: Ledger | None = None
     seen: list[Collective] = field(default_factory=list[Collective])
     gathered: str = COMMUNICATION
-    """Category of what an all-gather writes, where nothing else names it."""
+    """Category of the tensors of an all-gather that have no other category."""
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the operator if it is a collective. Raises ``ValueError`` for an unknown one."""
@@ -85,7 +85,7 @@ class Collectives:
         name = func._schema.name.partition("::")[2]
         if name in NOT_COUNTED:
             return
-        # An error, because traffic left out would make the table wrong without a sign.
+        # An error, because traffic that is not counted would silently make the table wrong.
         if name not in KINDS:
             raise ValueError(f"collective {func}: not known to the simulation")
         kind = KINDS[name]
@@ -95,7 +95,7 @@ class Collectives:
         size = _whole(kind, name, tensors, group.size())
         self.seen.append(Collective(kind, group.size(), size, _stride(group)))
         if self.ledger is not None:
-            # Only a suggestion: a tensor with a category keeps it, such as a bucket of gradients.
+            # Only a suggestion: a tensor that has a category, such as a bucket of gradients, keeps it.
             self.ledger.suggest(tensors, self.gathered if kind == "all-gather" else COMMUNICATION)
 
     def rows(self) -> list[Row]:
@@ -112,13 +112,13 @@ class Collectives:
 
 
 def sent_bytes(kind: str, group_size: int, size: int) -> int:
-    """Return the bytes sent by each process for ``size`` bytes: a ring, ``(N - 1) / N`` of them, twice to reduce."""
+    """Return the bytes each process sends in a ring: ``(N - 1) / N`` of ``size``, and twice that for an all-reduce."""
     passes = 2 if kind == "all-reduce" else 1
     return round(passes * size * (group_size - 1) / group_size)
 
 
 def _stride(group: dist.ProcessGroup) -> int:
-    """Return the distance of the ranks of a group, which the meshes of torch divide evenly."""
+    """Return the distance between the ranks of a group. In torch's device meshes it is constant."""
     ranks = dist.get_process_group_ranks(group)
     return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
@@ -127,7 +127,7 @@ def _group(values: Sequence[Any]) -> dist.ProcessGroup:
     value: Any
     for value in values:
         if isinstance(value, str) and value.isdigit():
-            # Functional collectives name their group.
+            # Functional collectives refer to their group by name.
             resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
             return resolve(value)
         if "ProcessGroup" in str(getattr(value, "_type", lambda: "")()):
@@ -139,7 +139,7 @@ def _group(values: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> int:
-    """Return the bytes of the whole tensor. Shards of it are among the arguments."""
+    """Return the bytes of the whole tensor. The arguments may contain it, its shards, or both."""
     if kind in ("all-reduce", "broadcast", "reduce"):
         return sum(map(_bytes, tensors))
     if len(tensors) == 1:
@@ -147,8 +147,8 @@ def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> 
         # Functional collectives return their result, so their only argument is the shard or the whole.
         return size * group_size if kind == "all-gather" else size
     if name in ("allgather_", "reduce_scatter_") or "_coalesced" in name:
-        # Lists of shards, or of several whole tensors, on one side, the process's own on the other.
-        # So the sum is N shards and one more, of each tensor.
+        # One side has lists of shards, or several whole tensors, and the other the process's own shards.
+        # So the sum is N + 1 shards of each tensor.
         return sum(map(_bytes, tensors)) * group_size // (group_size + 1)
     return max(map(_bytes, tensors))
 

@@ -1,4 +1,4 @@
-"""``accel-train simulate``: start a recipe on fake tensors once for each number of processes, and report its step."""
+"""``accel-train simulate``: run a recipe on fake tensors once for each number of processes, and report its step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from accel_train.simulation.refusals import refuse_machine
 from accel_train.simulation.report import Simulated, describe, draw, picture_path, scaling_of, table
 
 PORT = 29500
-"""A port for the environment of a launch. Nothing listens on it or connects to it."""
+"""Port in the environment of the simulated launch. Nothing listens on it or connects to it."""
 
 
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
-    """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
+    """Return the output of the command. Raises ``UsageError`` if the start would be refused, or cannot be simulated."""
     if options.picture is not None:
         picture_path(options.picture)
     requests = _requests(recipe, arguments, options)
-    # Refused before a simulation that takes its time.
+    # First, so that a wrong device is refused before the simulation, which takes time.
     timing = _timing(requests, options)
     if timing is not None and options.device_type is None and timing.is_cpu:
         options = replace(options, device_type="cpu")
@@ -51,7 +51,7 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
 
 
 def _requests(recipe: str, arguments: Sequence[str], options: Options) -> list[Launch]:
-    """Return a launch for each number of processes."""
+    """Build one launch request for each number of processes."""
     words = tuple(arguments)
     return [
         Launch(options.config_file, recipe, words, num_processes=number, main_process_port=PORT)
@@ -60,7 +60,7 @@ def _requests(recipe: str, arguments: Sequence[str], options: Options) -> list[L
 
 
 def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
-    """Return the device and the machines, None without ``--device``. Raises ``UsageError``."""
+    """Return the device and the machines to time the step for, None without ``--device``. Raises ``UsageError``."""
     if options.device is None:
         return None
     gpus = options.gpus_per_machine or _gpus_of_file(requests[0]) or GPUS_PER_MACHINE
@@ -74,7 +74,10 @@ def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
 
 
 def _gpus_of_file(request: Launch) -> int | None:
-    """Return the GPUs of a machine in a launch file for several, whatever number of processes is asked for."""
+    """Return the GPUs per machine of a launch file for several machines, None for one machine.
+
+    The number of processes on the command line does not change it.
+    """
     machine = read_machine(replace(request, num_processes=None), simulated=True)[1]
     if machine.num_machines == 1 or machine.num_processes is None:
         return None
@@ -90,7 +93,7 @@ def _text(found: Sequence[Simulated], scaling: Scaling | None, options: Options)
 
 
 def _draw(simulated: Simulated, scaling: Scaling | None, picture: str, text: str) -> None:
-    """Draw ``--picture``. ``text``, which is known by now, is printed before an error."""
+    """Draw ``--picture``. If that fails, print ``text`` before the error, so that the result is not lost."""
     try:
         with refuse_unwritable(f"picture: {picture}"):
             draw(simulated, scaling, picture_path(picture))
@@ -100,7 +103,7 @@ def _draw(simulated: Simulated, scaling: Scaling | None, picture: str, text: str
 
 
 def _simulate_one(request: Launch, options: Options) -> Simulated:
-    """Simulate in a process of its own. Raises ``UsageError`` with its refusal."""
+    """Simulate in a separate process. Raises ``UsageError`` if that process refuses."""
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as place:
         folder = Path(place)
         words, environment, assumption = worker_command(request, options, folder)
@@ -117,9 +120,9 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
 
 
 def _end_without_report(recipe: str, done: subprocess.CompletedProcess[str]) -> NoReturn:
-    """End the command as its worker ended. Refusals are reports, so it has answered a flag, or it has failed."""
+    """End the command as its worker ended. A refusal would be in a report, so the worker answered a flag or failed."""
     if done.returncode == 0:
-        # Such as --help or --print_config, whose output is the recipe's.
+        # A flag such as --help or --print_config, whose output comes from the recipe.
         print(done.stdout, end="", flush=True)
         raise SystemExit(0)
     refuse_killed(recipe, done.returncode)
@@ -127,7 +130,7 @@ def _end_without_report(recipe: str, done: subprocess.CompletedProcess[str]) -> 
 
 
 def refuse_killed(recipe: str, returncode: int) -> None:
-    """Raise ``UsageError`` if a signal has ended the worker."""
+    """Raise ``UsageError`` if the worker was ended by a signal."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         raise UsageError(
@@ -138,10 +141,10 @@ def refuse_killed(recipe: str, returncode: int) -> None:
 
 
 def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:
-    """Write the request of a worker to ``folder``. Return its command, its environment and a note on the machine."""
+    """Write a worker's request to ``folder``. Returns its command, environment and, if any, a note on the machine."""
     path, machine, assumption = read_machine(request, simulated=True)
     refuse_machine(machine)
-    # The worker finds it by itself. Here an unknown name is refused before a process is started.
+    # The worker finds the recipe itself. This refuses an unknown name before a process is started.
     find_recipe(request.recipe)
     asked = {
         "recipe": request.recipe,
@@ -158,16 +161,16 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
 
 
 def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> dict[str, str]:
-    """Return the environment of rank 0 of a launch, on CPUs."""
+    """Return the environment of rank 0 of a launch on CPUs."""
     processes = machine.num_processes or 1
-    # A single process of DDP is a plain one. FSDP2 and DeepSpeed have processes that are connected even then.
+    # DDP with one process is a plain process. FSDP2 and DeepSpeed have a process group even with one process.
     connected = processes > 1 or machine.strategy not in ("single", "ddp")
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
-    # Accelerate ignores FSDP on CPUs, and a start refuses files of GPUs there, except in a rehearsal.
+    # Without a rehearsal, Accelerate ignores FSDP on CPUs, and a start there refuses launch files for GPUs.
     environment[REHEARSAL_VARIABLE] = "1"
-    # Those of a launcher around this command would pass for the simulated ones.
+    # Variables of a launcher around this command would be taken for the simulated ones.
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     if connected:
@@ -175,7 +178,7 @@ def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> 
             "WORLD_SIZE": str(processes),
             "RANK": "0",
             "LOCAL_RANK": "0",
-            # One process of this host: it has its memory for itself.
+            # 1, because a single process runs on this host and has its memory to itself.
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(PORT),

@@ -1,4 +1,4 @@
-"""Flags of ``accel-train simulate``, given before or behind the recipe."""
+"""Flags of ``accel-train simulate``, given before or after the recipe."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, machines
 
 REQUEST = "request.json"
 REPORT = "report.json"
-"""Files for the exchange between the command and the simulating process."""
+"""Files by which the command and the simulating process communicate."""
 
 DeviceType = Literal["cuda", "cpu"]
-"""Whose autocast is simulated. Everything else is computed as on a CPU."""
+"""Device type whose autocast is simulated. Everything else is computed as on a CPU."""
 DEVICE_TYPE: DeviceType = "cuda"
 
 
@@ -32,11 +32,11 @@ class Options:
     device_type: DeviceType | None = None
     """None: that of ``device``, else cuda."""
     largest: int | None = None
-    """Run no more than so many micro-batches of the step, the largest. Not a flag: ``accel-train plan`` sets it."""
+    """Maximum number of the step's micro-batches to run, the largest ones. Not a flag: ``accel-train plan`` sets it."""
     device: str | None = None
-    """Whose rates give a step time. None: there is none."""
+    """Device whose rates give the step time. None: no step time."""
     link: str | None = None
-    """Between machines."""
+    """Link between machines."""
     gpus_per_machine: int | None = None
     """None: those of a launch file for several machines, else ``GPUS_PER_MACHINE``."""
 
@@ -75,8 +75,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
-    """Take the command's own flags out of the words after the recipe. ``earlier`` holds those before it."""
-    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
+    """Take the command's own flags out of the words after the recipe. ``earlier`` holds the flags before it."""
+    # No abbreviations: a flag of the recipe may begin like one of these. --help after the recipe is the recipe's.
     parser = argparse.ArgumentParser(prog="accel-train simulate", allow_abbrev=False, add_help=False)
     add_flags(parser)
     flags, rest = parser.parse_known_args(list(words), earlier)
@@ -100,7 +100,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
 
 
 def _refuse_machines(device: str | None, link: str | None, gpus: int | None) -> None:
-    """Raise ``UsageError`` for flags without a device, no GPUs, or an unknown link."""
+    """Raise ``UsageError`` for flags that need ``--device``, for less than one GPU, and for an unknown link."""
     for name, value in (("link", link), ("gpus_per_machine", gpus)):
         if value is not None and device is None:
             raise UsageError(
@@ -118,5 +118,5 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise UsageError(
             f"num_processes: {text}: whole numbers above 0, with commas, are required; give --num_processes 8,64,512"
         )
-    # Each once: between equal ones nothing scales.
+    # Each number once: repeated ones would add nothing to the scaling.
     return tuple(dict.fromkeys(map(int, numbers)))

@@ -1,9 +1,9 @@
-"""Count every byte held by the tensors of a step, from its allocation until nothing refers to it any more.
+"""Ledger of every byte held by the tensors of a step, from allocation until nothing refers to it any more.
 
 torch calls a dispatch mode for each operator, forward and backward, whether its tensors are real or fake. A storage is
-recorded when it first appears in a result and released by a weak reference, as an allocator would see it. What it was
-for is often known only later, such as a gradient when the optimizer steps, so the ledger keeps all events, and the
-peak and its parts are found by replaying them.
+recorded when it first appears in a result, and its release is seen through a weak reference, as an allocator would. Its
+purpose is often known only later: a gradient, for example, when the optimizer steps. The ledger therefore keeps all
+events, and finds the peak and its parts by replaying them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ CATEGORIES = (
     *(GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, TEMPORARY),
 )
 HOST = "in host memory"
-"""Not one of the others: a peak is that of the device."""
+"""Category of host memory. It is not among ``CATEGORIES``, because a peak is that of the device."""
 BLOCK = 512
-"""torch's allocator of CUDA memory rounds each tensor up to a multiple of it."""
+"""Bytes of a block. torch's CUDA allocator rounds each tensor up to whole blocks."""
 
 
 @dataclass
 class Record:
-    """One storage during its life."""
+    """One storage during its lifetime."""
 
     phase: str
-    """Part of the step of its allocation: "forward", "backward", or another part of the step."""
+    """Part of the step in which it was allocated: "forward", "backward" or another one."""
     category: str | None = None
     size: int = 0
     alive: bool = True
@@ -68,24 +68,24 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """The instant with most bytes."""
+    """The instant with the most bytes."""
 
     total: int
     by_category: dict[str, int]
     place: str
-    """Module and direction."""
+    """Module and direction, such as "forward of ..."."""
     event: int
-    """Number of the event."""
+    """Index of the event that reaches it."""
 
 
 class Ledger(TorchDispatchMode):
-    """Record the storages of all tensors, on the thread that enters it."""
+    """Dispatch mode that records the storages of all tensors on the thread that enters it."""
 
     def __init__(self, place: Callable[[], tuple[str, str]], on_operator: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.host_phase: str | None = None
-        """The part of the step that computes on the host."""
+        """Part of the step that runs on the host, under an offload. None without one."""
         self._place = place
         self._on_operator = on_operator
         self._records: dict[int, Record] = {}
@@ -101,14 +101,14 @@ class Ledger(TorchDispatchMode):
         if func is DEVICE:
             return args[0].device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A DTensor: its operators on local tensors come here afterwards.
+            # A DTensor unwraps itself first: its operators on local tensors come here afterwards.
             return NotImplemented
         kwargs = kwargs or {}
-        # Below the operators no function is looked at, or each shape that is read would pass through ``cuda_casts``.
+        # Function modes are off below the operators, or every shape that is read would pass through ``cuda_casts``.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **kwargs)
             phase, place = self._place()
-            # DTensor asks for the shapes of results with whole tensors that have no memory anywhere.
+            # DTensor finds the shapes of results with whole tensors, which have no memory on any process.
             if not in_shape_propagation():
                 for tensor in tensors_in(result):
                     if not has_no_memory(tensor):
@@ -117,14 +117,14 @@ class Ledger(TorchDispatchMode):
             return result
 
     def _see(self, storage: Any, phase: str, place: str) -> Record:
-        # The address of the C++ storage, which all views of it share.
+        # The address of the C++ storage, which all views share.
         key = storage._cdata
         record = self._records.get(key)
         if record is None:
             record = Record(phase, HOST if phase == self.host_phase else None)
             self._records[key] = record
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
-        # A known storage may have another size, after `resize_`.
+        # The size of a known storage may have changed by `resize_`.
         size = storage.nbytes()
         if size != record.size:
             self.events.append(Event(record, record.size, size, place))
@@ -141,13 +141,13 @@ class Ledger(TorchDispatchMode):
             self.events.append(Event(record, record.size, 0, self._place()[1]))
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> int:
-        """Assign ``category`` to the storages of ``tensors``, whatever was assumed before. Returns their bytes."""
+        """Assign ``category`` to the storages of ``tensors``, replacing any earlier one. Returns their bytes."""
         total = 0
         phase, place = self._place()
         seen: set[int] = set()
         for tensor in plain(tensors):
             storage: Any = tensor.untyped_storage()
-            # Tied weights, or gradients in one bucket.
+            # Shared storage: tied weights, or gradients in one bucket.
             if storage._cdata in seen:
                 continue
             seen.add(storage._cdata)
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):
         return total
 
     def suggest(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Assign ``category`` to storages without one."""
+        """Assign ``category`` to those storages of ``tensors`` that have none."""
         phase, place = self._place()
         for tensor in plain(tensors):
             record = self._see(tensor.untyped_storage(), phase, place)
@@ -179,7 +179,10 @@ class Ledger(TorchDispatchMode):
                 record.category = category
 
     def held(self, category: str, phase: str) -> tuple[int, int]:
-        """Return the bytes held of ``category``, and by storages of ``phase`` without one, plain and in blocks."""
+        """Return the bytes of the held storages of ``category``, and of those of ``phase`` without one.
+
+        Returns their plain size, and their size in whole blocks.
+        """
         total = in_blocks = 0
         for record in self._records.values():
             if record.category == category or (record.category is None and record.phase == phase):
@@ -189,7 +192,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Record the body. FSDP2 frees and refills the memory of gathered weights without an operator."""
+        """Record the body, also ``resize_``, by which FSDP2 frees and refills the memory of gathered weights."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
@@ -203,7 +206,7 @@ class Ledger(TorchDispatchMode):
             yield
 
     def peak(self) -> Peak:
-        """Return the instant with most bytes, and its parts by category."""
+        """Return the instant with the most bytes, and its parts by category."""
         total = most = 0
         where = -1
         for number, event in enumerate(self.events):
@@ -218,7 +221,7 @@ class Ledger(TorchDispatchMode):
         return Peak(most, parts, self.events[where].place, where)
 
     def replay(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """Yield the bytes by category after each event. The dictionary is the same one, changed in place."""
+        """Yield the bytes by category after each event. It is always the same dictionary, changed in place."""
         held = dict.fromkeys(CATEGORIES, 0)
         for number, event in enumerate(self.events):
             category = category_of(event.record)
@@ -227,7 +230,7 @@ class Ledger(TorchDispatchMode):
             yield number, held
 
     def peak_in_blocks(self) -> int:
-        """Return the peak if each storage takes a whole number of blocks."""
+        """Return the peak in bytes if each storage takes whole blocks."""
         total = most = 0
         for event in self.events:
             if category_of(event.record) != HOST:
@@ -237,19 +240,19 @@ class Ledger(TorchDispatchMode):
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return True for a tensor of the meta device: a shape without memory."""
+    """Return True for a tensor on the meta device, which has a shape but no memory."""
     return tensor.device.type == "meta"
 
 
 def in_shape_propagation() -> bool:
-    """Return True while DTensor computes shapes, in a mode of fake tensors above the ledger."""
+    """Return True while DTensor propagates shapes, which it does in a fake-tensor mode above the ledger."""
     above = torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
     modes = [torch._C._get_dispatch_stack_at(number) for number in range(above)]  # pyright: ignore[reportPrivateUsage]
     return any(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
 def category_of(record: Record) -> str:
-    """Return the category of a storage, by the part of the step of its allocation if nothing else is known."""
+    """Return the category of a storage. If none was assigned, derive it from the part of the step that allocated it."""
     if record.category is not None:
         return record.category
     return ACTIVATIONS if record.phase == "forward" else TEMPORARY
@@ -260,7 +263,7 @@ def _rounded(size: int, block: int) -> int:
 
 
 def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the local tensor of each DTensor, and other tensors as they are."""
+    """Yield the local tensor of each DTensor, and other tensors unchanged."""
     for tensor in tensors:
         yield getattr(tensor, "_local_tensor", tensor)
 

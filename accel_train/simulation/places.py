@@ -1,4 +1,4 @@
-"""Places in a step: its part and the current module, by torch's hooks."""
+"""Position within a step: its part and the current module, followed by torch's hooks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Places:
         self._backward = ""
         self._part = BEFORE
         self._followed: Callable[[], Tensor | None] = lambda: None
-        """The output followed last, held weakly: a reference would keep its memory."""
+        """The last output that was hooked, held weakly: a strong reference would keep its memory alive."""
         self.before_forward: Callable[[], None] = lambda: None
         """Called before each forward of the whole model."""
         self.before_step: Callable[[], None] = lambda: None
         """Called before the optimizer steps."""
 
     def now(self) -> tuple[str, str]:
-        """Return the part of the step, and a sentence with the module."""
+        """Return the part of the step, and a description that names the module."""
         if in_backward():
             if self._stack:
-                # Only recomputation runs a forward inside of a backward.
+                # A forward inside a backward can only be a recomputation.
                 return BACKWARD, f"backward, {self._stack[-1]} recomputed"
             return BACKWARD, f"backward of {self._backward or 'the loss'}"
         if self._stack:
@@ -52,7 +52,7 @@ class Places:
 
     @contextmanager
     def following(self) -> Generator[None]:
-        """Follow the model in the body."""
+        """Follow the model while the body runs."""
         with ExitStack() as handles:
             for handle in (
                 hooks.register_module_forward_pre_hook(self._enter),
@@ -67,7 +67,7 @@ class Places:
         if module is self._root:
             self.before_forward()
             self._part = FORWARD
-            # The last module of the micro-batch before would be named for this one's loss.
+            # Otherwise the last module of the previous micro-batch would be named for the loss of this one.
             self._backward = ""
         name = self._names.get(id(module))
         if name is not None:
@@ -78,7 +78,7 @@ class Places:
         if name is None:
             return
         if name in self._stack:
-            # Down to it, for modules that were left by an early stop of a recomputation.
+            # Also drops the modules inside it, which an early-stopped recomputation never left.
             del self._stack[self._stack.index(name) :]
         if not in_backward():
             for tensor in tensors_in(output):
@@ -91,7 +91,7 @@ class Places:
             self._stack.clear()
             self._part = CLIP
 
-        # A module that returns the result of its last part would hide that part.
+        # Each output is hooked once: a container that returns the output of its last part would hide that part.
         if tensor.requires_grad and torch.is_grad_enabled() and self._followed() is not tensor:
             tensor.register_hook(arrived)
             self._followed = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""Limits of a simulation, refused by name before anything is built."""
+"""Refusals, before anything is built, of options that a simulation does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONE_MEMORY = "host and device are one memory there"
 
 
 class Limit(NamedTuple):
-    """Values of an option supported by a simulation, and the reason against others."""
+    """The values of an option that a simulation supports, and the reason why others are refused."""
 
     option: str
     value: Any
@@ -29,7 +29,7 @@ def refuse_machine(machine: MachineConfig) -> None:
 
 
 def refuse_config(config: Any) -> None:
-    """Refuse options of the experiment whose memory or collectives torch does not show operator by operator."""
+    """Refuse options whose memory or collectives cannot be seen operator by operator, and starts without a step."""
     if config.evaluate_only:
         raise UsageError(
             "evaluate_only: true: a simulation is of a training step, and such a start makes none; false is required. "

@@ -1,4 +1,4 @@
-"""Results of a simulation, as text, as a table by number of processes, or as JSON."""
+"""Results of a simulation as text, as a table by number of processes, as JSON, or as a picture."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Simulated:
     counted: Mapping[str, Any]
     """Fields of ``step.Counted``."""
     curve: Sequence[Mapping[str, Any]]
-    """Bytes by category over the step."""
+    """Bytes by category over the step, one entry per point."""
     notes: tuple[str, ...]
     timed: TimedStep | None = None
-    """With ``--device``."""
+    """Step time. None without ``--device``."""
     is_another: bool = False
-    """Its global batch is not that of the config, which a start with so many processes would refuse."""
+    """True: its global batch is not the config's, which a start with this number of processes would refuse."""
 
     def as_json(self, scaling: Scaling | None = None) -> dict[str, Any]:
-        """Return everything, with the origin of each figure."""
+        """Return all results, with the origin of each number: exact or modelled."""
         counted = dict(self.counted)
         origins = dict.fromkeys(counted, EXACT)
         origins["peak_in_blocks"] = MODELLED
@@ -51,7 +51,7 @@ class Simulated:
 
 
 def scaling_of(found: Sequence[Simulated], *, is_weak: bool) -> Scaling | None:
-    """Return the scaling over all numbers of processes, None without a device."""
+    """Return the scaling over all numbers of processes, None without step times."""
     points = [simulated.timed.point for simulated in found if simulated.timed is not None]
     if not points:
         return None
@@ -98,7 +98,7 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
         if held or parts[category]:
             shown = readable_size(held) if held else ""
             if category == GRADIENTS and held:
-                # They exist only from the backward to the end of the step.
+                # Gradients exist only from the backward to the end of the step.
                 shown += "*"
             lines.append(f"  {category:<24}{shown:>10}{readable_size(parts[category]):>14}  {EXACT}")
     origin = _origin_of_peak(counted)
@@ -115,7 +115,7 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
 
 
 def _host(host: Mapping[str, int]) -> list[str]:
-    """Describe what an offload keeps in host memory."""
+    """Describe the host memory that an offload uses. Empty without one."""
     if not host:
         return []
     lines = ["", f"{'host memory, of this process':<26}{'at rest':>8}"]
@@ -125,7 +125,7 @@ def _host(host: Mapping[str, int]) -> list[str]:
 
 
 def _origin_of_peak(counted: Mapping[str, Any]) -> str:
-    """Copies between host and device are not among the tensors of a CPU."""
+    """Return the origin of the peak: modelled under an offload, whose copies to the device do not exist on a CPU."""
     return MODELLED if counted.get("host") else EXACT
 
 
@@ -144,11 +144,11 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 COLUMNS = ("processes", "global batch", "states", "gathered", "activations", "peak", "sent", "FLOPs")
 TIME_COLUMNS = ("step", "exposed", "efficiency")
 ANOTHER = "*"
-"""Marks the efficiency of another experiment."""
+"""Marks the efficiency of a simulation with another global batch than the config's."""
 
 
 def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
-    """Return a table with a line for each number of processes."""
+    """Return a table with one line per number of processes, and notes around it."""
     head = COLUMNS
     if scaling is not None:
         head += TIME_COLUMNS
@@ -157,7 +157,7 @@ def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     # Most notes are the same for every number of processes.
     lines = list(dict.fromkeys(f"note: {note}" for simulated in found for note in simulated.notes))
     first = found[0].counted
-    # A single process of a launch file for several is another one.
+    # The strategy may differ: with a single process, a launch file for several gives another one.
     strategies = " and ".join(dict.fromkeys(simulated.counted["strategy"] for simulated in found))
     lines.append(f"one process of each, {strategies}, {first['precision']}; {first['values']:,} parameters")
     for row in (head, *rows):
@@ -174,7 +174,7 @@ def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
 
 
 def _offloaded(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe what the columns leave out under an offload."""
+    """Describe the host memory, which the columns leave out. Empty without an offload."""
     if not any(counted.get("host") for counted in found):
         return []
     sizes = ", ".join(readable_size(sum(counted["host"].values())) for counted in found)
@@ -182,7 +182,7 @@ def _offloaded(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, ...]:
-    """Return the cells of ``TIME_COLUMNS``."""
+    """Return the cells of ``TIME_COLUMNS``, none without a step time."""
     if timed is None or scaling is None:
         return ()
     time = timed.time
@@ -198,7 +198,7 @@ def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, .
 
 
 def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
-    """Describe the columns of time, and where more processes stop paying."""
+    """Describe the time columns, and up to how many processes more of them pay."""
     first = scaling.points[0]
     compared = scaling.compared()
     kind = "strong scaling"
@@ -213,7 +213,7 @@ def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
     if any(scaling.is_another(point) for point in scaling.points):
         lines.append(f"{ANOTHER} of another global batch than that of the config, so not compared in what pays")
     timed = [simulated.timed for simulated in found if simulated.timed is not None]
-    # The largest, which extends over most machines.
+    # Sources are those of the largest run, which spans the most machines.
     largest = max(timed, key=lambda one: one.point.processes)
     return [*lines, *source_lines(largest.device, largest.between), scaling.describe()]
 
@@ -256,11 +256,11 @@ def picture_path(text: str) -> Path:
 def draw(simulated: Simulated, scaling: Scaling | None, path: Path) -> None:
     """Draw the memory by category into ``path``, over the allocations and releases of a step.
 
-    With the times of several numbers of processes there is a second panel, of the efficiency.
+    With step times of several numbers of processes, a second panel shows the efficiency.
     """
     import matplotlib as mpl
 
-    # Needs no display.
+    # A backend that needs no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -306,7 +306,7 @@ def _title(simulated: Simulated) -> str:
 
 
 def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
-    """Draw the points of one experiment with a line, and others for themselves."""
+    """Draw the efficiency: a line through points with the config's global batch, and single points for others."""
 
     def percent(points: Sequence[Point]) -> list[float]:
         return [100 * scaling.efficiency(point) for point in points]
@@ -324,7 +324,7 @@ def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
     axes.minorticks_off()
-    # Above 100 where fewer bytes of states on each process save more than communication takes.
+    # Efficiency exceeds 100 % where smaller shards of the states save more time than communication takes.
     axes.set_ylim(0, 1.08 * max(100, *percent(scaling.points)))
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("processes")

@@ -1,4 +1,4 @@
-"""Drive a recipe's ``main`` to its training loop, let it run one step there, and count it."""
+"""Takes the place of a recipe's training loop, to let its ``main`` run one step and count it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
 
 WARM_UP_DDP = 2
-"""Runs of the step under DDP before it is counted. DDP divides its buckets anew in the second."""
+"""Runs of the step under DDP before the counted one. DDP rebuilds its buckets in the second."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +49,37 @@ class Counted:
     global_batch_size: int
     micro_batches: int
     of_the_step: int
-    """Micro-batches of the whole step, not all of which may have been run."""
+    """Number of micro-batches of the whole step. Not all of them may have been run."""
     rows: int
     """Samples of the largest micro-batch."""
     precision: str
     values: int
-    """Parameters of the whole model."""
+    """Number of parameter values of the whole model."""
     trained: int
     blocks: int
-    """Blocks of the model, which activation checkpointing counts. 0 for a model without a list of them."""
+    """Number of the model's blocks, as activation checkpointing counts them. 0 for a model without a list of blocks."""
     held: dict[str, int]
-    """Bytes between two steps, and of gradients before the optimizer steps, by category."""
+    """Bytes by category between two steps, and those of gradients before the optimizer steps."""
     peak: Peak
     peak_in_blocks: int
     collectives: list[Row]
     flops: int
     inputs: int
-    """Bytes of all micro-batches and of tensors made of them before the first forward."""
+    """Bytes of all micro-batches and of tensors made from them before the first forward."""
     inputs_in_blocks: int
     work: list[Work]
-    """Before the first forward, of each micro-batch, and from the optimizer's step on. Empty if micro-batches differ in
-    their number of forwards."""
+    """Work before the first forward, of each micro-batch, and from the optimizer's step on. Empty if micro-batches
+    differ in their number of forwards."""
     host: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes in host memory between two steps, by category. Empty without an offload."""
     overlap_comm: bool | None = None
-    """DeepSpeed's setting, with its default. None under other strategies."""
+    """DeepSpeed's setting, its default included. None under other strategies."""
     save: dict[str, int] = field(default_factory=dict[str, int])
-    """Bytes of a save: its copy in this process's host memory (``copied``), tensors on the disk (``written``)."""
+    """Bytes of a save: its copy in this process's host memory (``copied``), and the tensors on disk (``written``)."""
 
 
 class StepCounted(BaseException):
-    """Leaves a recipe's ``main``. A ``BaseException``, so no recipe catches it."""
+    """Raised to leave a recipe's ``main`` once the step is counted. A ``BaseException``, so that no recipe catches it."""
 
     def __init__(self, counted: Counted, ledger: Ledger) -> None:
         self.counted = counted
@@ -97,10 +97,10 @@ class FakeStep:
         real: bool = False,
         largest: int | None = None,
     ) -> None:
-        """Count step ``step``, from 1. Without a number the middle of the run, where warm-up and phases are over.
+        """Count step ``step``, from 1. None: the middle of the run, where warm-up and phases are over.
 
-        Autocast keeps in fp32 what it keeps there on a device of ``device_type``.
-        With ``largest`` the step has no more than so many of its micro-batches, those of most bytes.
+        Autocast keeps in fp32 what it does on a device of ``device_type``. ``largest`` limits the step to that many of
+        its micro-batches, those with the most bytes.
         """
         self._step = step
         self._casts = cuda_casts if device_type == "cuda" else nullcontext
@@ -108,15 +108,15 @@ class FakeStep:
         self._blocks = 0
         self._of_the_step = 0
         self._largest = largest
-        # Numbers of the host stay real and meet fake tensors in the same operators.
+        # Numbers on the host stay real and are used in the same operators as fake tensors.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         self._where = None if self._fake is None else FakeWhereNeeded(self._fake)
 
     def build_model(self, accelerator: Any, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model of ``build`` with fake parameters. From here on tensors may be fake."""
+        """Return the model of ``build``, with fake parameters unless ``real``. From here on tensors may be fake."""
         self._is_zero = strategy_of(accelerator).startswith("zero")
         model = build() if self._fake is None else build_fake(self._fake, build)
-        # Before it is prepared: FSDP2 gives its parts other classes.
+        # Counted before preparation, in which FSDP2 changes the classes of modules.
         self._blocks = count_blocks(model)
         if self._fake is not None:
             # Everything is on the CPU already, and torch cannot move a fake parameter.
@@ -125,7 +125,7 @@ class FakeStep:
 
     @contextmanager
     def preparing(self) -> Generator[None]:
-        """Let DDP and FSDP2 do without memory."""
+        """Let DDP, FSDP2 and DeepSpeed prepare fake tensors, which have no memory."""
         if self._where is None:
             yield
             return
@@ -133,7 +133,7 @@ class FakeStep:
             yield
 
     def _engine(self, where: FakeWhereNeeded) -> AbstractContextManager[None]:
-        """Return the context of DeepSpeed's engine, empty under other strategies."""
+        """Return the context in which DeepSpeed's engine runs on fake tensors, an empty one for other strategies."""
         return engine_without_memory(where) if self._is_zero else nullcontext()
 
     @contextmanager
@@ -145,7 +145,7 @@ class FakeStep:
             with self._casts():
                 yield steps
             return
-        # Without a guard on the device the step reads its norm, and clips if it is large.
+        # Without a guard on the device, the step reads its norm to decide on clipping. Infinity makes it clip.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         engine = self._engine(self._where)
         computing = self._computing(self._where, prepared.model)
@@ -161,7 +161,7 @@ class FakeStep:
             raise UsageError(
                 f"step: {number}: the run has steps 1 to {opened.max_steps}; give one of them, or leave --step out"
             )
-        # Here, because it reads files and stands on much else that the rest of this module does without.
+        # Imported here, because the loader needs many modules that the rest of this one does not.
         from accel_train.data.loader import iterate_steps
 
         # Rank 0 has the largest share of a batch, and the largest shards.
@@ -175,7 +175,7 @@ class FakeStep:
             device=opened.accelerator.device,
             config=config.loader,
         )
-        # Unpacked, not next(): the end of the generator ends its workers.
+        # Unpacked, not next(): running the generator to its end stops its workers.
         (read,) = steps
         self._of_the_step = len(read.micro_batches)
         if self._largest is not None:
@@ -188,7 +188,7 @@ class FakeStep:
 
     @contextmanager
     def _computing(self, where: FakeWhereNeeded, model: nn.Module) -> Generator[None]:
-        """Make tensors fake if the model makes them from nothing in its forward."""
+        """Make tensors fake that the model creates in its forward without tensor inputs."""
 
         def enter(*_: Any) -> None:
             where.computing += 1
@@ -197,7 +197,7 @@ class FakeStep:
             where.computing -= 1
 
         before = model.register_forward_pre_hook(enter, prepend=True)
-        # Always called, or a forward that raises would leave everything after it fake.
+        # Always called: otherwise, after a forward that raises, every later tensor would be fake.
         after = model.register_forward_hook(leave, always_call=True)
         try:
             yield
@@ -225,13 +225,13 @@ class Steps:
                 for _ in range(WARM_UP[strategy]):
                     yield first
         elif isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
-            # One micro-batch is enough for it: every gradient arrives.
+            # One micro-batch is enough: every gradient arrives in it.
             first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
             for _ in range(WARM_UP_DDP):
                 with gradients_of_step(self._prepared.model) as buckets:
                     yield first
         else:
-            # Optimizers allocate their state in their first step. Counted is one in the middle of a run.
+            # Optimizers allocate their state in their first step, but the counted one is in the middle of a run.
             self._prepared.ema.shards.create_state()
         counter = StepCounter(self._prepared)
         with counter.recording(self._batches, buckets):
@@ -269,7 +269,7 @@ class Steps:
         )
 
     def report(self, *_: object, **named: object) -> None:
-        """Do nothing: a simulation logs and saves nothing, and ends by itself."""
+        """Do nothing: a simulation does not log or save, and ends by itself."""
 
     save_if_due = end = report
 
@@ -279,7 +279,7 @@ class Steps:
 
 
 def whole_size(parameter: Any) -> int:
-    """Return the number of values of a whole parameter. ZeRO-3 has none in it between its uses."""
+    """Return the number of values of a whole parameter, also under ZeRO-3, which empties it between its uses."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -330,7 +330,7 @@ class StepCounter:
 
     @contextmanager
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
-        """Count the body: the recipe's lines of one step. ``buckets`` are DDP's, kept between steps."""
+        """Count the body, the recipe's code of one step. ``buckets`` are DDP's, kept between steps."""
         model = self._prepared.model
         device = self._prepared.accelerator.device.type
         beside = [tensor for tensor in tensors_beside(model) if tensor.device.type == device]
@@ -345,7 +345,7 @@ class StepCounter:
             yield
 
     def _states(self, buckets: Sequence[Tensor]) -> Iterator[Kept]:
-        """Yield what is kept without DeepSpeed."""
+        """Yield the tensors that are kept between steps without DeepSpeed."""
         model = self._prepared.model
         optimizer = getattr(self._prepared.optimizer, "optimizer", self._prepared.optimizer)
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -356,7 +356,7 @@ class StepCounter:
         yield Kept(ledgers.GRADIENTS, False, list(buckets))
 
     def _mark(self, held: Iterable[Kept]) -> None:
-        """Count tensors that are there, each storage under the first category that has it."""
+        """Count existing tensors, each storage under the first category that contains it."""
         seen: set[int] = set()
         sums: tuple[dict[str, int], dict[str, int]] = {}, {}
         for kept in held:
@@ -365,7 +365,7 @@ class StepCounter:
             size = self.ledger.mark(new, ledgers.HOST if kept.on_host else kept.category)
             sums[kept.on_host][kept.category] = sums[kept.on_host].get(kept.category, 0) + size
         for total, found in zip((self.held, self.host), sums, strict=True):
-            # DeepSpeed steps one group after the other, each with gradients of its own.
+            # DeepSpeed steps one group after another, each with its own gradients.
             total.update({category: max(size, total.get(category, 0)) for category, size in found.items()})
         self.host = {category: size for category, size in self.host.items() if size}
 
@@ -379,7 +379,7 @@ class StepCounter:
         self.ledger.mark_leftovers("backward", ledgers.UNREDUCED)
 
     def _mark_gradients(self) -> None:
-        # Several optimizers step one after the other.
+        # If there are several optimizers, only the first one's step counts as the beginning.
         if self._at_step is None:
             self._at_step = self._so_far()
         if self._engine is not None:

@@ -1,9 +1,9 @@
-"""Two parts of torch's strategies in another form for fake tensors. All the rest is torch's own.
+"""Replacements for two parts of DDP and FSDP2 that cannot run on fake tensors. All the rest is torch's own.
 
-DDP's ``Reducer`` is C++ and reads memory, which fake tensors do not have. ``BucketReducer`` treats the gradients
-as it does: buckets of the same sizes, gradients as views of them, rebuilt after the first backward in the order in
-which gradients arrive, one all-reduce for each as soon as it is full. ``tests/simulation`` compares both parts with
-real processes.
+DDP's ``Reducer`` is C++ and reads memory, which fake tensors do not have. ``BucketReducer`` treats the gradients in the
+same way: buckets of the same sizes, with gradients as views of them, rebuilt after the first backward in the order in
+which gradients arrive, and all-reduced as soon as they are full. ``Chunks`` divides FSDP2's parameters lazily.
+``tests/simulation`` compares both with real processes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BucketReducer:
         buckets: Sequence[Sequence[int]],
         *settings: Any,
     ) -> None:
-        # By position, as torch passes them.
-        # A small first bucket, so that the first reduction starts early.
+        # torch passes its settings by position.
+        # The first bucket is small, so that the first reduction starts early.
         self._limits = settings[10] or [settings[7], settings[3]]
         self._group = settings[1]
         self._as_views = settings[5]
@@ -80,12 +80,12 @@ class BucketReducer:
         gradient = parameter.grad
         assert gradient is not None
         torch.mul(gradient, 1.0 / self._group.size(), out=view)
-        # As DDP does: the gradient's own memory is released at once.
+        # As in DDP, the gradient becomes a view of the bucket, and its own memory is released at once.
         if self._as_views:
             parameter.grad = view
         number = self._bucket_of[index]
         self._pending[number] -= 1
-        # In order, so that all processes reduce the same bucket.
+        # In order, so that all processes reduce the buckets in the same sequence.
         while self._next < len(self._buckets) and self._pending[self._next] == 0:
             dist.all_reduce(self._memory[self._next], group=self._group)
             self._next += 1
@@ -102,11 +102,11 @@ class BucketReducer:
             gradient.copy_(view)
 
     def _rebuild_buckets(self) -> bool:
-        """Divide the parameters anew, in the order of their gradients. True once, before the second forward."""
+        """Rebuild the buckets in the order in which gradients arrived. Returns True once, before the second forward."""
         if self._rebuilt or len(self._arrived) < len(self._parameters):
             return False
         in_order: list[Tensor] = [self._parameters[index] for index in self._arrived]
-        # Released before the new ones are made, as the C++ reducer does.
+        # The old buckets are released before the new ones are made, as in the C++ reducer.
         self._memory = []
         self._views = {}
         buckets, _ = dist._compute_bucket_assignment_by_size(  # pyright: ignore[reportPrivateUsage]
@@ -140,10 +140,10 @@ class NoLogger:
 
 
 class Chunks:
-    """FSDP2's division of a parameter over ``count`` processes: only the parts asked for.
+    """FSDP2's shards of a parameter over ``count`` processes, made only when they are asked for.
 
-    torch makes a list of all of them to take one. With fake tensors and 1,024 processes this took four fifths
-    of a simulation's time.
+    torch builds the list of all shards to take one. With fake tensors and 1,024 processes, this took four fifths of a
+    simulation's time.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
@@ -162,15 +162,15 @@ class Chunks:
 
 @contextmanager
 def without_memory() -> Generator[None]:
-    """Let ``DistributedDataParallel`` and ``fully_shard`` take these parts in the body."""
+    """Let ``DistributedDataParallel`` and ``fully_shard`` use these replacements in the body."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     with (
         mock.patch.object(dist, "Reducer", BucketReducer),
         mock.patch.object(dist, "Logger", NoLogger),
-        # It compares shapes with the other processes, and there are none.
+        # It compares shapes with the other processes, which do not exist.
         mock.patch.object(dist, "_verify_params_across_processes", return_value=None),
-        # Weights without values need not be made equal.
+        # Fake weights have no values to broadcast.
         mock.patch.object(dist, "_broadcast_coalesced", return_value=None),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
     ):
@@ -179,7 +179,7 @@ def without_memory() -> Generator[None]:
 
 @contextmanager
 def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
-    """Collect the gradients when the optimizer steps. Under DDP they are views of its buckets."""
+    """Yield a list that gets the gradients when the optimizer steps. Under DDP they are views of its buckets."""
     gradients: list[Tensor] = []
 
     def collect(*_: Any) -> None:

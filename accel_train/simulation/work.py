@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 COLLECTIVES = ("c10d", "_c10d_functional")
 COPY = "aten::copy_"
 ONLY_WRITTEN = (COPY, "aten::fill_", "aten::zero_")
-"""In-place operators to count as writes only: they do not read the overwritten values."""
+"""In-place operators that only write: they do not read the values that they overwrite."""
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass
 class Flops:
-    """FLOPs so far, by torch's counts, and those of attention on the CPU, which it leaves out."""
+    """FLOPs so far, by torch's formulas, with attention on the CPU added, which torch does not count."""
 
     total: int = 0
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        """Add the operations of one operator, and return them."""
+        """Add the FLOPs of one operator, and return them."""
         # The registry has one entry for all overloads of an operator.
         packet = func._overloadpacket
         found = 0
@@ -48,7 +48,7 @@ class Flops:
 
 
 class WorkCounter:
-    """Adds up the work of operators as they run. ``is_on_host`` tells the tensors that lie in host memory."""
+    """Adds up the work of operators as they run. ``is_on_host`` returns True for tensors in host memory."""
 
     def __init__(self, is_on_host: Callable[[Tensor], bool] = lambda _: False) -> None:
         self.flops = Flops()
@@ -62,16 +62,16 @@ class WorkCounter:
         self._kernels = 0
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add one operator."""
+        """Add the work of one operator."""
         if func.namespace in COLLECTIVES:
             return
-        # A number may lie anywhere, such as the count of an optimizer's steps.
+        # Zero-dimensional tensors are ignored: they may be in either memory, such as an optimizer's step count.
         memories = {self._is_on_host(tensor) for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dim()}
         if memories == {True}:
             self._on_host += 0 if func.is_view else moved_bytes(func, args, kwargs, result)
             return
         if len(memories) == 2 and func._schema.name == COPY:
-            # torch converts before it copies, so that the type is that of the target.
+            # torch converts before it copies, so the bytes sent have the dtype of the target.
             self._copied += _bytes(args[0])
             self._copies += 1
             return
@@ -89,7 +89,7 @@ class WorkCounter:
         self._kernels += moved > 0
 
     def work(self, calls: Sequence[Collective] = ()) -> Work:
-        """Return everything so far, beside ``calls`` of collectives."""
+        """Return all work so far, together with the traffic of the collectives in ``calls``."""
         sent = {kind: [call.sent for call in calls if call.kind == kind] for kind in ("all-gather", "reduce-scatter")}
         return Work(
             self._products,
@@ -111,7 +111,7 @@ class WorkCounter:
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the bytes read and written by an operator."""
     name = func._schema.name
-    # An allocation writes nothing.
+    # An allocation does not write anything.
     if "empty" in name:
         return 0
     total = 0
@@ -123,12 +123,12 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         known |= {_storage(tensor) for tensor in tensors}
         if argument.is_write:
             total += size
-        # Of a tensor in whose shape another is made, nothing is read.
+        # A factory such as zeros_like only takes the shape of its input and reads no values.
         is_read = not (argument.is_write and name in ONLY_WRITTEN) and not _is_factory(name)
         if is_read:
             total += size
     made = [tensor for tensor in tensors_in(result) if _storage(tensor) not in known]
-    # Without a result of its own it is a view, or it has written to its arguments.
+    # No new storage and no write: it is a view.
     if not made and not any(argument.is_write for argument in func._schema.arguments):
         return 0
     return total + sum(map(_bytes, made))

@@ -1,6 +1,6 @@
-"""The simulating process: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
+"""Simulating process: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
 
-It reads ``request.json`` in the folder and writes ``report.json``: the counts, or the reason of a refusal.
+It reads ``request.json`` in the folder and writes ``report.json``: the counts, or the reason for a refusal.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ OFFLOADED = (
     "other streams keep"
 )
 SUBSTITUTED = "which a start refuses"
-"""In the note on a global batch that is not that of the config, and was not asked for."""
+"""Part of the note on a global batch that replaces the config's without being asked for. Identifies that note."""
 POINTS = 400
-"""Points of the curve of memory over the step."""
+"""Approximate number of points of the memory curve over the step."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate the request, as rank 0. Returns 0, or 2 if it cannot be simulated."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
-    sys.argv[0] = request["recipe"]  # which its --help names
+    sys.argv[0] = request["recipe"]  # the name in its --help
     report: dict[str, Any]
     try:
         found, notes = simulate_recipe(**request, place=folder)
@@ -73,28 +73,28 @@ def simulate_recipe(
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
 
-    ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
-    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes. The run directory is a
-    temporary one in ``place``, which a command deletes even if this process was killed.
-    Returns the counts, and notes on differences from a real start.
+    ``step`` None is the middle of the run. With ``micro_batches`` the global batch grows with the number of processes.
+    ``largest`` limits the step to that many of its micro-batches, those with the most bytes. The run directory is a
+    temporary one in ``place``, which the command deletes even if this process was killed.
+    Returns the counts, and notes on differences from a real start. Raises ``UsageError`` if it cannot be simulated.
     """
     module = import_recipe(find_recipe(recipe))
     loaded = config_of(module.main, arguments)
     if loaded is None:
         raise UsageError(f"recipe {recipe!r}: its main ended without a config; a recipe first reads it (load_config)")
-    # Before `main` builds the model.
+    # Refused before `main` builds the model.
     refuse_config(loaded.config)
     if device is not None:
-        # One without units for this precision, before a simulation that takes its time.
+        # Refuses a device without units for this precision before the simulation, which takes time.
         rated(device, loaded.config.precision, 1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    # Of a launch with one process, set for DeepSpeed alone.
+    # In a launch with one process, it is set only for strategies that need a process group.
     if "WORLD_SIZE" in os.environ:
         _connect(world_size)
     flags, notes = _global_batch(loaded.config, world_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-", dir=place) as directory:
-        # Nothing of the real run is touched or resumed.
-        # Behind the user's own flags, because the last of equal ones wins.
+        # A temporary directory, so that the real run is neither touched nor resumed.
+        # After the user's own flags, because the last of several equal flags wins.
         words = [*arguments, *flags, "--output_dir", directory, *_without_resume(loaded.config.resume, notes)]
         try:
             fake = FakeStep(step, device_type, largest=largest)
@@ -111,14 +111,14 @@ def simulate_recipe(
 
 
 def _connect(world_size: int) -> None:
-    # Registers the backend as it is imported.
+    # This import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 def _without_resume(resume: str, notes: list[str]) -> list[str]:
-    """Return flags in place of ``resume``, and note it: there is no run in the simulation's own directory."""
+    """Return flags that turn ``resume`` off, and add a note: the simulation's own directory has no run to resume."""
     if resume == "auto":
         return []
     notes.append(f"resume: {resume}: left out, since a simulation reads no run and no checkpoint")
@@ -126,7 +126,10 @@ def _without_resume(resume: str, notes: list[str]) -> list[str]:
 
 
 def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:
-    """Return flags for another global batch, and a note, if one was asked for or a start would refuse the config's."""
+    """Return flags that change the global batch, and a note about it.
+
+    Both are empty unless ``micro_batches`` asks for another one, or a start would refuse the config's.
+    """
     asked = config.global_batch_size
     if micro_batches is None and asked >= processes:
         return [], []
@@ -142,13 +145,13 @@ def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tup
         )
     flags = ["--global_batch_size", str(size)]
     if config.micro_batch_is_auto:
-        # Or it would become the whole share of a process once more, and there would be one.
+        # Otherwise "auto" would again choose a process's whole share, and there would be only one micro-batch.
         flags += ["--micro_batch_size", str(config.micro_batch_size)]
     return flags, [note]
 
 
 def _refuse_schedule(config: Any, processes: int, micro_batches: int | None) -> None:
-    """Raise ``UsageError`` for later steps that would not have the global batch of the simulation."""
+    """Raise ``UsageError`` for a batch schedule: its later steps would not have the global batch of the simulation."""
     sizes = config.batch_schedule.sizes
     if not sizes:
         return
@@ -167,7 +170,7 @@ def _refuse_schedule(config: Any, processes: int, micro_batches: int | None) -> 
 
 @contextmanager
 def _samples_repeated(repeated: bool) -> Generator[None]:
-    """Accept a global batch larger than the dataset in the body. Its samples come from several epochs."""
+    """In the body, accept a global batch larger than the dataset, with samples from several epochs."""
     if not repeated:
         yield
         return
@@ -178,9 +181,9 @@ def _samples_repeated(repeated: bool) -> Generator[None]:
 
 
 def _reads_values(error: BaseException, recipe: str) -> str:
-    """Name the line that reads a value. Fake tensors have none."""
+    """Return the refusal of a step that reads a tensor's value, with the line that reads it. Fake tensors have none."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The line of the recipe or its model: those of torch and of this package's modes help nobody.
+    # Name the line of the recipe or its model: one in torch or in the simulation's modes would help nobody.
     own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
     own = [frame for frame in own if f"{os.sep}simulation{os.sep}" not in frame.filename]
     where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "torch"
@@ -192,7 +195,7 @@ def _reads_values(error: BaseException, recipe: str) -> str:
 
 
 def curve(ledger: Ledger) -> list[dict[str, Any]]:
-    """Return the bytes by category over the step, at some hundred of its events and at the peak."""
+    """Return the bytes by category over the step, at a few hundred of its events and at the peak."""
     last = len(ledger.events) - 1
     every = max(1, last // POINTS)
     peak = ledger.peak().event

@@ -183,7 +183,7 @@ class GridEncoder(nn.Module):
         return embedded.unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
-        # A periodic field continues at its other end. Otherwise zero padding shows the convolution where the field ends.
+        # A periodic field continues at its other end. Other fields get zeros, which mark the boundary.
         mode = "circular" if self.grid.periodic else "constant"
         return F.pad(u, self.padding, mode=mode)
 

@@ -21,7 +21,7 @@ MAX_TRAINING_ROWS = 32_768
 MAX_FEATURES = 4096
 """Number of most frequent tokens that the linear map counts. A constant feature is added to them."""
 MAX_LINEAR_WEIGHTS = 1 << 23
-"""Features times latent values. Above this, ridge regression would take minutes on a core: at it, 19 s for 2,048 texts."""
+"""Features times latent values. Above it, ridge regression would take minutes of a core: 19 s for 2,048 texts here."""
 MAX_LOG_LINEAR_WEIGHTS = 1 << 20
 """Vocabulary times latent values. Above this, the log-linear fit would take minutes."""
 BLOCK_ROWS = 4096

@@ -68,7 +68,7 @@ class Corpus:
 
 
 def resolve_path(option: str, value: str) -> Path:
-    """Return the absolute path of a file or folder, with `~` and `$VAR` expanded. Raises `UsageError` if it is missing."""
+    """Return the absolute path of a file or folder, with `~` and `$VAR` expanded. Raises `UsageError` if missing."""
     path = expand_path(value)
     try:
         path.stat()

@@ -56,7 +56,7 @@ class LatentEncoder(Protocol):
 
 @dataclass(frozen=True)
 class TransformerEncoder:
-    """A transformers encoder in float32. The model is loaded by the first `encode`, so not at all if the cache is full."""
+    """A transformers encoder in float32. The first `encode` loads the model, so a complete cache never loads it."""
 
     name: str
     pooling: Pooling = "mean"

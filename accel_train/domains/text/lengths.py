@@ -1,8 +1,8 @@
-"""Length of a text, estimated from its latent: text sampled from a latent alone ends by itself.
+"""Length of a text, estimated from its latent, to sample text from a latent alone.
 
-In training the model receives the true length of each text, as the mask of its padding, and does not predict it. The
-estimate is a ridge regression of the logarithm of the length on the latent, in closed form over the training split. A
-latent without information about the length gives the geometric mean. Training is unaffected.
+In training the model receives the true length of each text, as its padding mask, and does not predict it. The estimate
+is a ridge regression of the logarithm of the length on the latent, in closed form over the training split. If latents
+say nothing about the length, it is the geometric mean. Training is unaffected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 65_536
-"""Texts of the fit. More hardly change it, and every start waits for it."""
+"""Most texts to fit on. More would hardly change the fit, and every start waits for it."""
 BLOCK_ROWS = 4096
 FILE = "length.json"
 
@@ -31,7 +31,7 @@ class Latents(Protocol):
 
 @dataclass(frozen=True)
 class LengthEstimate:
-    """log(length) = bias + weights . features: the latent, averaged over its tokens, and its root mean square."""
+    """log(length) = bias + weights . features. Features are the latent, averaged over its tokens, and its RMS."""
 
     weights: Tensor
     """(Dz + 1,) float64"""
@@ -40,22 +40,22 @@ class LengthEstimate:
     """Mean absolute error in tokens on the texts of the fit."""
     shortest: int
     longest: int
-    """Range of the training split. Estimates are clamped to it."""
+    """Shortest and longest text of the training split. Estimates are clamped to this range."""
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Estimate the tokens of the texts of normalised latents (B, L, Dz), special tokens included: (B,) int64."""
+        """Estimate the number of tokens, special ones included, from normalised latents (B, L, Dz): (B,) int64."""
         logarithms = _features(latents) @ self.weights + self.bias
         lengths = logarithms.exp().round().long()
         return lengths.clamp(self.shortest, self.longest)
 
     def typical(self) -> int:
-        """Estimate the tokens of a text without its latent: those of a latent with mean 0 and root mean square 1."""
-        # That is the mean of all, whose logarithm is that of the geometric mean of their lengths.
+        """Estimate the number of tokens of a text without its latent, from a latent with mean 0 and RMS 1."""
+        # This is the mean of the features, for which the fit gives the geometric mean of the lengths.
         length = round(math.exp(float(self.weights[-1]) + self.bias))
         return min(max(length, self.shortest), self.longest)
 
     def save(self, directory: Path) -> None:
-        """Write length.json."""
+        """Write length.json into an existing folder."""
         facts = {
             "weights": self.weights.tolist(),
             "bias": self.bias,
@@ -67,7 +67,7 @@ class LengthEstimate:
 
 
 def load_length(directory: Path) -> LengthEstimate:
-    """Read length.json."""
+    """Read the length.json of `LengthEstimate.save`."""
     facts = json.loads((directory / FILE).read_text("utf-8"))
     weights = torch.tensor(facts.pop("weights"), dtype=torch.float64)
     return LengthEstimate(weights, **facts)
@@ -76,14 +76,14 @@ def load_length(directory: Path) -> LengthEstimate:
 def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: Tensor | None = None) -> LengthEstimate:
     """Fit the estimate to lengths (N,) of texts with latents in ``table``, normalised by ``mean`` (Dz,) and ``std``.
 
-    ``rows`` (N,) are those of the texts in the table, by default all. Takes up to ``MOST_ROWS`` texts, evenly spread.
+    ``rows`` (N,) are the texts' rows in the table, by default all. Uses at most ``MOST_ROWS`` texts, evenly spread.
     The penalty weighs as much as one extra text of the mean length for each feature.
     """
     if rows is None:
         rows = torch.arange(len(table))
     step = -(-len(rows) // MOST_ROWS)
     rows = rows[::step]
-    # The range is that of all texts, so it is taken before the sample.
+    # The range is that of all texts, so it is taken before sampling.
     shortest, longest = int(lengths.min()), int(lengths.max())
     lengths = lengths[::step]
     blocks: list[Tensor] = []
@@ -99,7 +99,7 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
     x = x - centre
     gram = x.T @ x
     size = float(gram.diagonal().mean())
-    # The 1e-9 keeps the system solvable where all features are constant.
+    # The 1e-9 keeps the system solvable if all features are constant.
     gram.diagonal().add_(x.shape[1] * size / len(x) + 1e-9)
     weights = torch.linalg.solve(gram, x.T @ (y - bias))
     found = (x @ weights + bias).exp()

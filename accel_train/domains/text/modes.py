@@ -1,7 +1,7 @@
-"""Training modes: the modality a step is conditioned on and the one it learns.
+"""Training modes: the modality that a step is conditioned on and the one that it learns.
 
-The mode is a function of (seed, step), so all processes agree without communication. Every forward still runs every
-part of the model. A loss term unused by the mode has coefficient 0.
+The mode is a function of (seed, step), so all processes agree without communication. Every forward runs every part of
+the model in any mode. A loss term that the mode does not use has coefficient 0.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Mode = Literal["unconditional", "l2t", "t2l"]
 Part = Literal["text", "latent"]
 MODES: tuple[Mode, ...] = ("unconditional", "l2t", "t2l")
 CONDITION: dict[Mode, Part | None] = {"unconditional": None, "l2t": "latent", "t2l": "text"}
-"""The modality received clean by each mode. The other one is learned."""
+"""The modality that is the clean condition in each mode. The other one is learned."""
 
 
 PREFIXES: dict[Part, list[str]] = {
     "text": ["token_embedding", "text_positions"],
     "latent": ["latent_encoder", "latent_positions"],
 }
-"""Modules of ``MultimodalMMDiT`` used by one modality alone, in addition to its head."""
+"""Modules of ``MultimodalMMDiT`` that only one modality uses, in addition to its head."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One entry of a sequence: a mode (or ``mixed``), its length in steps and the part frozen in it."""
+    """One entry of a sequence: a mode (or ``mixed``), its length in steps and the part that it freezes."""
 
     mode: Mode | Literal["mixed"]
     steps: int
@@ -75,7 +75,7 @@ class ModeConfig:
             refuse_without_effect(self, "modes", ["phases"], because, "give --modes.mode sequential")
         elif not self.phases:
             raise UsageError("modes.mode: sequential: phases are required; give --modes.phases t2l:500 mixed:500")
-        # Parsed here as well, so that a wrong phase is an error before the data is read.
+        # Parsed here as well, so that a wrong phase is refused before the data are read.
         refuse_random_conditions(self.parsed())
         has_mixed = self.mode == "mixed" or any(phase.mode == "mixed" for phase in self.parsed())
         if has_mixed and sum(self.weights) == 0:
@@ -83,7 +83,7 @@ class ModeConfig:
         self._refuse_unread()
 
     def drawn(self) -> set[Mode]:
-        """Return the modes that steps of a run can have."""
+        """Return the modes that the steps of a run can have."""
         drawn: set[Mode] = set()
         for phase in self.parsed() or [phase_of_step(self, 0)]:
             if phase.mode == "mixed":
@@ -94,7 +94,7 @@ class ModeConfig:
         return drawn
 
     def describe(self) -> str:
-        """Return the option that decides the modes, with its value."""
+        """Return the option that determines the modes, with its value."""
         if self.mode == "mixed":
             return f"modes.weights: {as_written(self.weights)}"
         return f"modes.mode: {self.mode}"
@@ -118,8 +118,8 @@ class ModeConfig:
 def refuse_unlearned(
     config: ModeConfig, text: TextDiffusionConfig, times: TimeConfig, latent: LatentDiffusionConfig
 ) -> None:
-    """Raise ``UsageError`` for options of a loss that no step has: that of the latent in l2t, of the text in t2l."""
-    # The loss of what a mode has as its condition counts 0.
+    """Raise ``UsageError`` for options of a loss that no step trains: that of the latent in l2t, of the text in t2l."""
+    # The loss of a mode's condition has the coefficient 0.
     unlearned = (
         ("l2t", "times", times, "latent"),
         ("l2t", "latent", latent, "latent"),
@@ -134,15 +134,15 @@ def refuse_unlearned(
 
 
 def learns_without_condition(config: ModeConfig) -> bool:
-    """Return True if what a run learns, it also learns without the condition: by dropout or in unconditional steps."""
-    # In unconditional steps each modality has times of its own, up to that of pure noise.
+    """Return True if a run also learns to predict without the condition, by dropout or in unconditional steps."""
+    # In unconditional steps each modality has its own time, up to pure noise.
     return config.conditioning_dropout > 0 or "unconditional" in config.drawn()
 
 
 def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float]) -> None:
-    """Raise ``UsageError`` for guidance by a model that has never been without its condition.
+    """Raise ``UsageError`` for guidance if the model has never learned to predict without its condition.
 
-    ``guidance`` maps the option of each direction to its strength. Unconditional steps teach it too, as dropout does.
+    ``guidance`` maps the option of each direction to its strength. Dropout and unconditional steps both teach this.
     """
     if learns_without_condition(config):
         return
@@ -156,7 +156,7 @@ def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float])
 
 
 def refuse_never_without_text(config: ModeConfig) -> None:
-    """Raise ``UsageError`` for a latent without a text, of a model that has always been given one."""
+    """Raise ``UsageError`` for sampling a latent without a text if the model has always been trained with one."""
     if not learns_without_condition(config):
         raise UsageError(
             f"prompt '': a picture without a caption, and with modes.conditioning_dropout 0 and {config.describe()} "
@@ -168,7 +168,7 @@ def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:
     """Return the mode of optimizer step ``step``, the same on every process."""
     mode = phase_of_step(config, step).mode
     if mode == "mixed":
-        # Drawn on the host: the device would have to be waited for in every step.
+        # Drawn on the host: a draw on the device would have to be waited for in every step.
         return MODES[rng.host_choice(seed, "mode", step, config.weights)]
     return mode
 
@@ -183,8 +183,8 @@ def fix_condition(
 ) -> tuple[Tensor, Tensor]:
     """Return the times of text and latent, (B,) each, with the time of the step's condition fixed.
 
-    A condition is clean at time 0. At time 1 it is pure noise, read by the model as an absent condition: in a share
-    ``conditioning_dropout`` of the samples, keyed by sample.
+    A condition is clean at time 0. In a share ``conditioning_dropout`` of the samples, keyed by sample, its time is 1:
+    pure noise, which the model reads as an absent condition.
     """
     keys = rng.sample_keys(seed, "condition", step, occurrence)
     condition_time = (rng.uniform(keys) < config.conditioning_dropout).float()
@@ -201,7 +201,7 @@ def phase_of_step(config: ModeConfig, step: int) -> Phase:
     if config.mode != "sequential":
         return Phase(config.mode, 0)
     phases = config.parsed()
-    # Counted from the step alone, so that a resume needs no state.
+    # Derived from the step number, so that a resume needs no state.
     remaining = step % sum(phase.steps for phase in phases)
     for phase in phases:
         if remaining < phase.steps:
@@ -227,7 +227,7 @@ def coefficients(config: ModeConfig, mode: Mode) -> dict[str, float]:
     weights = {"text": 1.0, "latent": config.latent_weight}
     condition = CONDITION[mode]
     if condition is not None:
-        # A term of weight 0 and not a missing one: its part of the model stays in the backward, which DDP waits for.
+        # Weight 0 instead of a missing term keeps its part of the model in the backward, which DDP waits for.
         weights[condition] = 0.0
     return weights
 
@@ -237,7 +237,7 @@ def freezable(config: ModeConfig) -> dict[str, list[str]]:
     parts = {phase.frozen for phase in config.parsed()} - {None}
     prefixes: dict[str, list[str]] = {}
     for part in sorted(cast("set[Part]", parts)):
-        # No blocks: each attends to both modalities.
+        # Blocks are never frozen, because each attends to both modalities.
         prefixes[part] = [f"{part}_head", *PREFIXES[part]]
     return prefixes
 
@@ -261,7 +261,7 @@ def refuse_random_conditions(phases: Sequence[Phase]) -> None:
                 f"the {phase.frozen} part, which no earlier phase has trained, so it would stay at its random initial "
                 "values; train it first or do not freeze it"
             )
-        # Each mode trains both parts, the condition through the losses of the other one.
+        # Each mode trains both parts: the condition's part learns through the loss of the other one.
         if phase.frozen != "text":
             trained.add("text")
         if phase.frozen != "latent":

@@ -22,10 +22,10 @@ from accel_train.domains.text.encoders import Pooling
 TFIDF_SVD = "tfidf-svd"
 TRAINED = "trained"
 FREE_TO_CHANGE = ("data.cache_dir", "data.cache_mib", "data.changed", "data.encoder_batch_size")
-"""Options that a resume may change: they change no sample."""
+"""Options that a resume may change, because they do not change any sample."""
 
 DECIDE_SHAPES = ("data.tokenizer", "data.vocab_size", "data.max_length", "data.encoder", "data.latent_dim")
-"""Options that decide the shapes of the weights."""
+"""Options that determine the shapes of the weights."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class DataConfig:
     split: str = "train"
     """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = "text"
-    """Field or column of the text. Of captioned pictures, text also stands for caption, and of a column of
-    classes the names are the captions."""
+    """Field or column of the text. With captioned pictures, text also matches a column named caption, and the names of
+    a column of classes are the captions."""
     heldout_path: str | None = None
     """Held-out texts or pictures: any source accepted by `path`, or split=NAME, another split of `path`. Training texts
     or pictures found in it are left out. None: heldout_fraction of `path`."""
@@ -61,9 +61,9 @@ class DataConfig:
     """Share of texts held out for evaluation, by a hash of their words; texts of one latent or picture are on one side.
     Not with heldout_path."""
     min_words: NonNegativeInt = 1
-    """Fewest words of a text. Shorter ones are left out."""
+    """Minimum number of words. Shorter texts are left out."""
     max_bad_rows: NonNegativeInt = 0
-    """Unusable rows (bad JSON, no text, not UTF-8) to leave out. The next one is an error with its place."""
+    """Unusable rows (bad JSON, no text, not UTF-8) that may be left out. One more is an error that names its place."""
     tokenizer: str = TRAINED
     """'trained': a byte-level BPE of vocab_size pieces, trained on the training split. Otherwise the tokenizer of a
     transformers model, by Hub id or local directory."""
@@ -83,7 +83,7 @@ class DataConfig:
     normalise: bool = True
     """Scale each latent to length 1, after latent_dim."""
     encoder_max_length: PositiveInt | None = None
-    """Tokens read of each text by a transformers encoder. None: its maximum, but at most 512."""
+    """Maximum number of tokens that a transformers encoder reads per text. None: its maximum, but at most 512."""
     encoder_batch_size: PositiveInt = 64
     """Texts per forward of a transformers encoder. Affects speed and memory only."""
     latents: str | None = None
@@ -94,7 +94,7 @@ class DataConfig:
     ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
-        # Not without effect: other latents would be learned.
+        # Not refused as an option without effect: ignoring it would train on other latents.
         if self.read == "shards" and self.latents is not None:
             raise UsageError(
                 f"data.read: shards, data.latents: {self.latents}: latents of your own are read into memory; give "
@@ -119,7 +119,7 @@ class DataConfig:
 
     @property
     def by_blocks(self) -> bool:
-        """Return True if the texts are split by a pass over shards, whether or not they are held in memory then."""
+        """Return True if the texts are split by a pass over shards, even if they are then held in memory."""
         return self.read == "shards" or self.shuffle_blocks is not None or is_shards(self.path)
 
     def _refuse(self, names: Sequence[str], cause: str, instead: str | None = None) -> None:
@@ -130,13 +130,13 @@ class DataConfig:
 class TextLatentOptions:
     """Sample text from texts or latents, latents from texts, pictures from captions, or captions of pictures.
 
-    One prompt with one seed gives one answer, whatever else is asked for with it.
+    The answer to a prompt depends only on the prompt and the seed, not on other prompts of the same call.
     """
 
     prompt: tuple[str, ...] = ()
-    """Captions to draw, of a model of captions and pictures. A PNG file for each. '' draws without a caption."""
+    """Captions to draw, each as a PNG file, by a model of captions and pictures. '' draws without a caption."""
     picture: tuple[str, ...] = ()
-    """Picture files to caption, of a model of captions and pictures. A line for each."""
+    """Picture files to caption, one line each, by a model of captions and pictures."""
     text: tuple[str, ...] = ()
     """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
     text_file: str | None = None
@@ -144,9 +144,9 @@ class TextLatentOptions:
     latents: str | None = None
     """File .safetensors with latents (B, L, Dz), or (B, Dz) for one token, in the encoder's units: text is sampled."""
     to: Literal["text", "latents"] = "text"
-    """What is sampled."""
+    """Modality to sample."""
     length: PositiveInt | None = None
-    """Tokens of each sampled text or caption. None: estimated from its latent."""
+    """Number of tokens of each sampled text or caption. None: estimated from its latent."""
     steps: PositiveInt | None = None
     """Forward passes per sample (twice as many with guidance). None: evaluation.text.steps or evaluation.latent.steps
     of the run."""
@@ -156,16 +156,16 @@ class TextLatentOptions:
     guidance: NonNegativeFloat | None = None
     """Strength of the condition; 1 is as learned. None: that of the run."""
     seed: Seed = 0
-    """Another seed gives another answer to the same prompt."""
+    """Seed of the noise. Another seed gives another answer to the same prompt."""
     encoder: str | None = None
-    """Folder or Hub id of the text encoder of the training, if it has moved. Its files must be the same."""
+    """Folder or Hub id of the text encoder used in training, if it has moved. Its files must be the same."""
     vae: str | None = None
-    """Folder or Hub id of the autoencoder of the training, if it has moved. Its weights must be the same."""
+    """Folder or Hub id of the autoencoder used in training, if it has moved. Its weights must be the same."""
     device: str = "cpu"
     """Device of torch."""
     output: str | None = None
-    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given.
-    Pictures: a folder, pictures if not given."""
+    """File to write. Latents: by default latents.safetensors. Texts: always printed, and written one per line if given.
+    Pictures: a folder, by default pictures."""
 
     def __post_init__(self) -> None:
         if self.prompt:
@@ -203,6 +203,6 @@ class TextLatentOptions:
             raise UsageError(f"picture and {', '.join(given)}: a picture is captioned; leave the others out")
 
     def _given(self, *names: str) -> list[str]:
-        """Return those of the options that do not have their default."""
-        # A temperature of 0 is given too.
+        """Return those of the options that differ from their default."""
+        # Compared with the default, because a temperature of 0 has been given as well.
         return [name for name in names if getattr(self, name) != getattr(type(self), name)]

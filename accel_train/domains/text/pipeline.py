@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from accel_train.domains.text.latents.given_pictures import Given
 
 BATCH = 64
-"""Prompts of one forward."""
+"""Number of prompts per forward."""
 EXAMPLE_LENGTH = 8
-"""Tokens of a text in an example, whose logits would otherwise fill more space than the weights."""
+"""Tokens of an example's text. With longer ones, its logits would take more space than the weights."""
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 UNITS = {
     "latents": "as the encoder gives them; the model reads (latents - mean) / std",
@@ -69,7 +69,7 @@ class TextLatentSamples(NamedTuple):
     """Samples for a list of prompts."""
 
     texts: list[str] | None
-    """None if the model has no encoder to get from a text to its latent, or has not learned l2t."""
+    """One text per prompt. None if prompts are texts and the model has no encoder for them or has not learned l2t."""
     latents: Tensor | None
     """(B, L, Dz) in the encoder's units, on the CPU. None if the model has not learned t2l."""
 
@@ -111,7 +111,7 @@ class TextLatentPipeline:
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> TextLatentPipeline:
-        """Read a checkpoint or an export. Raises ``UsageError``."""
+        """Load a checkpoint or an export. Raises ``UsageError`` if its settings or assets are missing or damaged."""
         both, assets = load_both_ways(directory, device)
         assert isinstance(both.model, MultimodalMMDiT)
         return cls(both.model, both, assets, read_settings(directory).modes, device)
@@ -119,9 +119,9 @@ class TextLatentPipeline:
     def with_sampling(
         self, *, steps: int | None = None, temperature: float | None = None, guidance: float | None = None
     ) -> TextLatentPipeline:
-        """Return a pipeline of the same model that samples with other settings. None: as this one does.
+        """Return a pipeline of the same model that samples with other settings. None keeps a setting.
 
-        ``steps`` are the forward passes per sample, ``temperature`` is of the tokens of a text, ``guidance`` is the
+        ``steps`` is the number of forward passes per sample, ``temperature`` that of text tokens, and ``guidance`` the
         strength of the condition. Raises ``UsageError`` for guidance that the model has not been trained for.
         """
         if guidance is not None:
@@ -132,8 +132,8 @@ class TextLatentPipeline:
     def with_models(self, *, encoder: str | None = None, vae: str | None = None) -> TextLatentPipeline:
         """Return this pipeline with the text encoder or the autoencoder of its training at another place.
 
-        Each is a folder or a Hub id. Other files than those of the training are refused when they are used. Raises
-        ``UsageError`` for a model that uses none.
+        Each is a folder or a Hub id. If its files are not those of the training, they are refused on first use. Raises
+        ``UsageError`` for a model that uses no such encoder or autoencoder.
         """
         assets = self.assets
         if encoder is not None:
@@ -156,8 +156,8 @@ class TextLatentPipeline:
     ) -> TextLatentSamples:
         """Sample from texts in both directions, or text from ``latents``.
 
-        From texts, ``latents`` of the result are sampled from each text, and ``texts`` from the encoder's latent of
-        each. From latents, ``latents`` are those given. Raises ``UsageError`` for both or neither.
+        From texts, the result's ``latents`` are sampled from each text, and its ``texts`` from the encoder's latent of
+        each. From latents, its ``latents`` are those given. Raises ``UsageError`` for both or neither.
         """
         if (texts is None) == (latents is None):
             raise UsageError("texts and latents: give one of the two to sample from")
@@ -175,7 +175,7 @@ class TextLatentPipeline:
         return TextLatentSamples(rewritten, sampled)
 
     def encode(self, texts: str | Sequence[str]) -> Tensor:
-        """Return the encoder's latents (B, L, Dz). Raises ``UsageError`` for a model of ready-made latents."""
+        """Return the encoder's latents (B, L, Dz) of texts. Raises ``UsageError`` for a model without an encoder."""
         if self.assets.encoder is None:
             refuse_text_of_pictures(self.model.config)
         refuse_moved(self.assets)
@@ -185,13 +185,13 @@ class TextLatentPipeline:
     def texts_from_latents(self, latents: Tensor, *, seed: int = 0, length: int | None = None) -> list[str]:
         """Sample a text for each of the latents (B, L, Dz), or (B, Dz) if L is 1.
 
-        ``length`` is in tokens. None estimates it from each latent.
+        ``length`` is in tokens, None to estimate it from each latent.
         """
         given = checked(latents, self.assets.latent_shape)
         return self._sample_texts(given, [latent.numpy().tobytes() for latent in given], seed, length)
 
     def texts_from_texts(self, texts: str | Sequence[str], *, seed: int = 0, length: int | None = None) -> list[str]:
-        """Encode each text and sample a text from its latent, which has to say the same in other words."""
+        """Encode each text and sample a text from its latent: ideally the same content in other words."""
         given = given_texts(texts, self.assets)
         return self._sample_texts(self.encode(given), [text.encode() for text in given], seed, length)
 
@@ -206,15 +206,15 @@ class TextLatentPipeline:
             batch["latent"] = torch.zeros(len(part), *self.assets.latent_shape)
             both = replace(self.both, seed=seed)
             found = both.sample_latents({name: values.to(self.device) for name, values in batch.items()})
-            # To the CPU batch by batch, so that the device holds one batch only.
+            # Moved to the CPU batch by batch, so that the device holds only one batch.
             sampled.append(self.assets.denormalise(found.float().cpu()))
         return torch.cat(sampled)
 
     def draw(self, captions: str | Sequence[str], *, seed: int = 0) -> list[Image.Image]:
-        """Draw a picture for each caption, by a model of captions and pictures. An empty one draws without a caption.
+        """Draw a picture for each caption, with a model of captions and pictures. '' draws without a caption.
 
-        Spaces and line breaks count as in training, as single spaces. Raises ``UsageError`` for an empty one with a
-        model that has not learned that.
+        As in training, spaces and line breaks count as single spaces. Raises ``UsageError`` for '' if the model has not
+        learned to draw without a caption.
         """
         grid = picture_grid(self.model.config, "prompt")
         given = asked.captions(captions)
@@ -228,10 +228,10 @@ class TextLatentPipeline:
         return [image(picture) for picture in pictures]
 
     def caption(self, pictures: Given | Iterable[Given], *, seed: int = 0, length: int | None = None) -> list[str]:
-        """Sample a caption for each picture, an image of Pillow or the path of a file.
+        """Sample a caption for each picture, a Pillow image or the path of a file.
 
-        Noise is keyed by seed and pixels. ``length`` is in tokens. None estimates it from each picture. Raises
-        ``UsageError`` for a file that cannot be used, and a model of other latents.
+        Noise is keyed by seed and pixels. ``length`` is in tokens, None to estimate it from each picture. Raises
+        ``UsageError`` for a file that cannot be used, and for a model that has not learned pictures.
         """
         picture_grid(self.model.config, "picture")
         self._refuse_unlearned("latent")
@@ -239,15 +239,15 @@ class TextLatentPipeline:
         return self._sample_texts(latents, [one.numpy().tobytes() for one in pixels], seed, length)
 
     def encode_pictures(self, pictures: Given | Iterable[Given]) -> Tensor:
-        """Return the latents (B, L, Dz) of pictures, as ``caption`` reads them: those that training stores of them."""
+        """Return the latents (B, L, Dz) of pictures, the same as training stores for them and ``caption`` reads."""
         return self._read_pictures(pictures)[1]
 
     def sample(self, options: TextLatentOptions) -> list[str]:
-        """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
+        """Sample with the options of ``accel-train sample``, and return the lines to print."""
         return asked.sample(self, options)
 
     def examples(self) -> list[Example]:
-        """Return forwards with and without padding, with noise on either side, and a sample in each direction."""
+        """Return example forwards, with and without padding and noise on either side, and a sample per direction."""
         config = self.model.config
         rows = 3
         keys = rng.sample_keys(0, "example", 0, torch.arange(rows))
@@ -283,7 +283,7 @@ class TextLatentPipeline:
         refuse_never_without_text(self.modes)
         batch = self._blank(torch.tensor([self.assets.length.typical()])) | self._keys([b""])
         batch["latent"] = torch.zeros(1, *self.assets.latent_shape)
-        # There is no condition to follow: the same latent at half the cost.
+        # Without a condition, guidance changes nothing but doubles the cost.
         both = replace(self.both, seed=seed, latent=replace(self.both.latent, guidance=1.0))
         on_device = {name: values.to(self.device) for name, values in batch.items()}
         return self.assets.denormalise(both.sample_latents(on_device, with_text=False).float().cpu())
@@ -303,7 +303,7 @@ class TextLatentPipeline:
         return texts
 
     def _lengths(self, normalised: Tensor, length: int | None) -> Tensor:
-        """Return the tokens of each text, special tokens included: (B,) int64."""
+        """Return the number of tokens of each text, special ones included: (B,) int64."""
         frame = sum(map(len, self.assets.tokenizer.frame()))
         if length is not None:
             if not frame < length <= self.assets.max_length:
@@ -318,7 +318,7 @@ class TextLatentPipeline:
         """Return texts (B, S) to be filled, between the tokenizer's special tokens. S is always the longest length."""
         before, after = self.assets.tokenizer.frame()
         size = self.assets.max_length
-        # One length for all batches: a shorter one would change the last bits of attention.
+        # The same length in all batches: a shorter one would change the last bits of attention.
         tokens = torch.full((len(lengths), size), self.assets.tokenizer.pad_id)
         place = torch.arange(size)
         mask = place < lengths[:, None]  # (B, S)

@@ -1,4 +1,4 @@
-"""Training and held-out datasets of the options of the `data` group (`prepare_data`)."""
+"""Preparation of training and held-out datasets from the `data` options (`prepare_data`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TFIDF_DIM = 64
 
 
 class PictureRows(Protocol):
-    """Where the texts are captions: what is known of them and of their ready-made latents."""
+    """Facts about captions and their ready-made latents, for texts that are captions of pictures."""
 
     @property
     def vae(self) -> VaeReference | None: ...
@@ -66,13 +66,13 @@ def prepare_data(
     weights: WeightsAssets | None = None,
     pictures: PictureRows | None = None,
 ) -> PreparedData:
-    """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
+    """Prepare the datasets of a run. Collective: every rank calls it with the same configuration (several barriers).
 
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
-    latents missing from the cache, on `device` for a neural encoder. `weights` are the assets beside the weights that
-    the run starts with, whose tokenizer, encoder, mean and std are kept. Ready-made latents may be of `pictures`.
-    Each process holds texts and ids in memory, or with `read: shards` reads them by block. Latents are memory-mapped.
-    Raises `UsageError`, also for options and data that do not go with the weights.
+    latents missing from the cache, on `device` for a neural encoder. `weights` are the assets saved with the weights
+    that the run starts from: their tokenizer, encoder, mean and std are kept. `pictures` is given if ready-made latents
+    are of pictures. Each process holds texts and ids in memory, or with `read: shards` reads them by block. Latents are
+    memory-mapped. Raises `UsageError`, also for options and data that do not match the weights.
     """
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
     ledger = earlier_ledger(config.changed, weights.folder if weights and weights.resumes else None)
@@ -96,7 +96,7 @@ def prepare_data(
     own = DataAssets(tokenizer, encoder, config.max_length, scale.mean, scale.std, length, table.shape[0], vae)
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
-        # Training does not encode.
+        # Training does not need the encoder.
         encoder.release()
     train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
@@ -115,7 +115,7 @@ def _training_dataset(
 
 
 def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:
-    """Return a line about cut training texts, or none if no text was cut."""
+    """Return a line about cut training texts, or an empty list if none was cut."""
     if not tokens.truncated:
         return []
     share = tokens.truncated / (len(tokens.offsets) - 1)
@@ -151,13 +151,13 @@ def _dataset(
 def _tokenizer(
     config: DataConfig, trained: TrainedAssets | None, texts: Sequence[str], cache: Path, processes: Processes
 ) -> TextTokenizer:
-    """Return the tokenizer of the weights, or build that of the options. Every rank calls it (two barriers)."""
+    """Return the tokenizer of the weights, or build that of the options. Collective (two barriers)."""
     if trained is None:
         return build_tokenizer(config, texts, cache, processes)
     if config.tokenizer == TRAINED or trained.is_named_as_before(config):
         trained.refuse_other_options(config, ("tokenizer", "vocab_size"), "tokenizer")
         if config.tokenizer == TRAINED:
-            # A host that does not see the checkpoint trains its own, and is refused later.
+            # A host that cannot see the checkpoint trains a tokenizer, with these barriers, and is refused later.
             without_folder(processes.barrier)
         return trained.saved.tokenizer
     tokenizer = build_tokenizer(config, texts, cache, processes)

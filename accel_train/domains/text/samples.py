@@ -1,4 +1,4 @@
-"""Results of an evaluation for people: samples in Markdown, and metrics as log lines."""
+"""Readable results of an evaluation: samples in Markdown, and metrics as log lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_train.metrics.recorder import quoted, write_page_of_step
 
 
 def notices(options: EvaluationConfig, data: PreparedData) -> list[str]:
-    """Return lines for the log: options of more samples than are held out, and pairs of one text."""
+    """Return notices about options that ask for more samples than are held out, and about pairs with the same text."""
     asked = {"evaluation.samples": options.samples, "evaluation.shown": options.shown}
     lines = size_notices(asked, len(data.heldout))
     kinds = kinds_of(data.heldout, options.samples)
@@ -40,10 +40,10 @@ def write_samples(
     nearest: Sequence[tuple[str, float]],
     step: int,
 ) -> None:
-    """Write ``samples.md`` on the main process, and keep it by step.
+    """Write ``samples.md`` on the main process, and keep a copy for this step.
 
     For each held-out text it shows the text sampled from its latent, and the training text nearest to the latent
-    sampled from it, with their cosine. A write error is logged as a warning.
+    sampled from it, with the cosine of the two latents. A write error is logged as a warning.
     """
     lines = ["# Samples on held-out text", ""]
     for number, (text, tokens, (neighbour, cosine)) in enumerate(zip(originals, sampled, nearest, strict=False), 1):

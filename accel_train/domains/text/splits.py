@@ -1,4 +1,4 @@
-"""Splits of the texts of the `data` group, in memory or in shards (`read_splits`), and their tokens."""
+"""Training and held-out texts from the `data` options, in memory or in shards (`read_splits`), and their tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from accel_train.wording import shortened
 
 SPLIT = "split="
 TOKENS = "tokens-1"
-"""Version of the files of cached tokens. Change it with their content: no run then reads another version's."""
+"""Version of the cached token files. Change it with their content, so that no run reads those of another version."""
 TOKENS_FILE = "tokens.safetensors"
 DEFAULT_SHUFFLE_BLOCKS = 16
 DEFAULT_CACHE_MIB = 256
@@ -47,7 +47,7 @@ DEFAULT_CACHE_MIB = 256
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes preparing data together."""
+    """This process among those that prepare the data together."""
 
     rank: int
     world_size: int
@@ -56,12 +56,12 @@ class Processes:
     device: str
 
     def building(self) -> Building:
-        """Return the arguments of functions building a part of the cache together."""
+        """Return the keyword arguments of functions with which processes build a part of the cache together."""
         return Building(rank=self.rank, world_size=self.world_size, barrier=self.barrier, progress=self.progress)
 
 
 class Building(TypedDict):
-    """Arguments of functions building a part of the cache together."""
+    """Keyword arguments of functions with which processes build a part of the cache together."""
 
     rank: int
     world_size: int
@@ -70,24 +70,24 @@ class Building(TypedDict):
 
 
 class Splits(NamedTuple):
-    """Texts of a run."""
+    """Training and held-out texts of a run."""
 
     train: Corpus
-    """Training texts, or with `shards` a sample of them to fit on."""
+    """Training texts, or a sample of them to fit on if `shards` is given."""
     heldout: Corpus
     notices: list[str]
-    """Lines for the log about both."""
+    """Lines for the log about both splits."""
     order: BlockOrder | None = None
     shards: ShardTexts | None = None
-    """All training texts, where they are not held in memory."""
+    """All training texts, if they are not held in memory."""
 
 
 def read_splits(
     config: DataConfig, cache: Path, processes: Processes, known: Mapping[str, int] | None = None
 ) -> Splits:
-    """Read and split the texts, by block or into memory. Every rank calls it (four barriers for shards).
+    """Read and split the texts, by block or into memory. Collective: every rank calls it (four barriers for shards).
 
-    ``known`` is given for captions of pictures: those in it have their `split_key` there.
+    ``known`` is given for captions of pictures. It maps captions to a `split_key` that replaces the computed one.
     """
     if config.by_blocks:
         return _read_shards(config, cache, processes)
@@ -95,7 +95,7 @@ def read_splits(
 
 
 def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Splits:
-    """Split the rows of shards. Every rank calls it (four barriers)."""
+    """Split the rows of shards. Collective: every rank calls it (four barriers)."""
     if config.latents is not None or config.split != "train" or str(config.heldout_path).startswith(SPLIT):
         raise UsageError(
             f"--data.path {config.path!r} is read by blocks, where data.latents and splits have no effect. Leave them "
@@ -106,12 +106,12 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     if config.heldout_path is not None:
         fraction = 0.0
         heldout = _read_heldout(config, config.heldout_path)
-        # With a share of 1 all texts stay, without repeated ones and in the order of their hashes.
+        # A share of 1 keeps all texts, removes repeated ones and sorts them by hash.
         heldout = heldout.select(split_heldout(heldout, 1.0)[1])
     index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
     cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
     table = ShardedTable(index, (config.text_column,), cache_bytes)
-    # Sorted: they are part of the key of the cache.
+    # Sorted, because they are part of the cache key.
     keys = tuple(sorted(split_key(text) for text in heldout.texts))
     rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, fraction, keys)
     rank, barrier, progress = processes.rank, processes.barrier, processes.progress
@@ -133,7 +133,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
 
 
 def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
-    # Evaluation also pairs each held-out text with the latent of another one.
+    # At least 2, because evaluation also pairs each held-out text with the latent of another one.
     if train and heldout >= 2:
         return
     remedy = "Bring more text, raise the fraction, or give --data.heldout_path."
@@ -152,7 +152,7 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
 
 def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     """Read all texts into memory and split them."""
-    # Before the texts are read, which may take minutes.
+    # Checked before the texts are read, which may take minutes.
     is_split = config.heldout_path is not None and config.heldout_path.startswith(SPLIT)
     heldout = None if is_split else config.heldout_path
     check_options_have_effect(config.path, config.split, config.text_column, heldout)
@@ -164,7 +164,7 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         heldout_corpus = corpus
-        # Before repeated texts are left out, so that the notice can tell how many they are.
+        # Counted before repeated texts are left out, so that the notice can give their number.
         total = len(corpus.texts)
         train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction, known)
     else:
@@ -183,7 +183,7 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
 
 
 def _sizes(train: Sequence[str], heldout: Sequence[str], *, of_pictures: bool) -> str:
-    """Return a line on the sizes of the splits. Of pictures, several may have one caption."""
+    """Return a line with the sizes of the splits. For pictures, which may share a caption, it also counts captions."""
     if not of_pictures:
         return f"{len(train):,} training texts, {len(heldout):,} held out"
     captions, others = len(set(train)), len(set(heldout))
@@ -215,10 +215,10 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
 
 
 def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> TextTokenizer:
-    """Train the tokenizer, or load that of a transformers model. Every rank calls it (two barriers)."""
+    """Train the tokenizer (two barriers), or load that of a transformers model. Every rank calls it."""
     if config.tokenizer != TRAINED:
         return transformers_tokenizer(config.tokenizer)
-    # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.
+    # Change the 1 in bpe-1 with the training of the tokenizer, so that no run reads the cache of another version.
     key = hashlib.sha256(f"bpe-1 {config.vocab_size} {texts_hash(texts)}".encode()).hexdigest()
 
     def write(directory: Path) -> None:
@@ -233,12 +233,13 @@ def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, proce
 def tokenise_corpus(
     corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig, cache: Path, processes: Processes
 ) -> tuple[Corpus, Tokens]:
-    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out.
+    """Tokenise the texts. Those without a real token (control characters only) are left out as bad rows.
 
-    Every rank calls it (two barriers, or four where texts are left out).
+    Collective: every rank calls it (two barriers, or four if texts are left out). Raises `UsageError` above
+    data.max_bad_rows.
     """
     tokens = cached_tokens(corpus.texts, tokenizer, config.max_length, cache, processes)
-    # A running count over all texts at once, because a loop over millions of them would take minutes.
+    # By a running sum over all texts, because a loop over millions of them would take minutes.
     real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
     running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
     counts = running[tokens.offsets].diff()
@@ -251,7 +252,7 @@ def tokenise_corpus(
             f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
             f"raise --data.max_bad_rows (now {config.max_bad_rows})."
         )
-    # Tokenised again without them, so that rows and tokens have the same numbers.
+    # Tokenised again without them, so that texts and tokens have the same indices.
     corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
     return corpus, cached_tokens(corpus.texts, tokenizer, config.max_length, cache, processes)
 
@@ -259,7 +260,7 @@ def tokenise_corpus(
 def cached_tokens(
     texts: Sequence[str], tokenizer: TextTokenizer, max_length: int, cache: Path, processes: Processes
 ) -> Tokens:
-    """Return the tokens of the texts, cut to `max_length` and kept in the cache. Every rank calls it (two barriers)."""
+    """Return the tokens of the texts, cut to `max_length`, through the cache. Collective (two barriers)."""
     about = [TOKENS, tokenizer.identity(), max_length, texts_hash(texts)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
 

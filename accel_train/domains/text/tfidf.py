@@ -29,14 +29,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TfidfSvdEncoder:
-    """A fitted encoder. `encode` is a pure function of one text, so batching and threads change nothing."""
+    """A fitted encoder. The latent of a text depends on that text only, not on its batch or on threads."""
 
     words: list[str]
     idf: NDArray[np.float32]  # (W,)
     components: NDArray[np.float32]  # (W, Dz)
     normalise: bool
     identity: str
-    """Hash of the fitted texts and the options. Names the same encoder on every machine."""
+    """Hash of the fitted texts and the options, which names the same encoder on every machine."""
     batch_size: int = 4096
 
     @cached_property
@@ -58,7 +58,7 @@ class TfidfSvdEncoder:
             starts = indptr[:-1][filled]
             latents[filled] = np.add.reduceat(products, starts, axis=0)
         if self.normalise:
-            # A text without a known word stays zeros, and must not become NaN.
+            # A text without a known word must stay all zeros and not become NaN.
             lengths = np.linalg.norm(latents, axis=1, keepdims=True)
             latents /= np.maximum(lengths, 1e-12)
         return latents.astype(np.float32)
@@ -92,7 +92,7 @@ class TfidfSvdEncoder:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text with their combining marks. Of Chinese and Japanese each character is one."""
+    """Return the words of a text, with their combining marks. Each Chinese or Japanese character is a word."""
     return (PLAIN_WORDS if text.isascii() else _words()).findall(text.lower())
 
 
@@ -124,7 +124,7 @@ def tfidf_rows(
     values = (1.0 + logarithms) * idf[column_array]
     words_per_text = np.diff(starts)
     squares = np.zeros(len(texts))
-    # As in `encode`: reduceat cannot sum an empty row, nor be called without any.
+    # As in `encode`: reduceat cannot sum an empty row, or be called without rows.
     if values.size:
         filled = words_per_text > 0
         first_words = starts[:-1][filled]
@@ -136,7 +136,7 @@ def tfidf_rows(
 def fit_identity(texts: Sequence[str], dim: int, normalise: bool) -> str:
     """Compute the `identity` of the encoder returned by `fit`, without fitting it."""
     facts = f"{VERSION} {MAX_WORDS} {dim} {normalise} {texts_hash(texts)}"
-    # Marks and characters without spaces have a rule of their own, which their texts are known by.
+    # Texts with combining marks or unspaced scripts follow a newer rule for words. Others keep their identity.
     if any(not text.isascii() and PLAIN_WORDS.findall(text.lower()) != words_of(text) for text in texts):
         facts += " word_rule 2"
     return hashlib.sha256(facts.encode()).hexdigest()
@@ -151,7 +151,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     from scipy.sparse import csr_matrix
 
     frequency = _document_frequency(texts)
-    # Ties are broken by the word: a set of strings has another order in each process.
+    # Ties are broken by the word, because the order of a set of strings differs between processes.
     most_frequent = sorted(frequency, key=lambda word: (-frequency[word], word))
     words = sorted(most_frequent[:MAX_WORDS])
     largest = min(len(words), len(texts)) - 1
@@ -162,7 +162,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
             f"than dimensions; there are {len(texts)} texts and {len(words)} words. {lower}"
         )
     document_frequency = np.array([frequency[word] for word in words], np.float64)
-    # As if one more text had every word, as scikit-learn smooths it.
+    # Smoothed as in scikit-learn, as if one more text had every word.
     rarity = (1 + len(texts)) / (1 + document_frequency)
     idf = np.log(rarity) + 1
     index = {word: column for column, word in enumerate(words)}
@@ -176,7 +176,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
 
 
 def _document_frequency(texts: Sequence[str]) -> Counter[str]:
-    """Count the texts with each word."""
+    """Count the texts that contain each word."""
     frequency: Counter[str] = Counter()
     for text in texts:
         frequency.update(set(words_of(text)))
@@ -184,7 +184,7 @@ def _document_frequency(texts: Sequence[str]) -> Counter[str]:
 
 
 def _right_singular_vectors(matrix: Any, count: int) -> Floats:
-    """Return the right singular vectors (count, W) of a sparse matrix (N, W), by falling singular value."""
+    """Return the right singular vectors (count, W) of a sparse matrix (N, W), in order of descending singular value."""
     from scipy.sparse.linalg import svds
     from threadpoolctl import threadpool_limits
 
@@ -195,7 +195,7 @@ def _right_singular_vectors(matrix: Any, count: int) -> Floats:
     # svds does not sort the singular values in descending order.
     _, singular, right = decomposition
     vectors: Floats = right[np.argsort(-singular)]
-    # A vector is unique up to its sign, which may differ between machines.
+    # Vectors are unique up to their sign, which may differ between machines, so fix the sign.
     largest = np.abs(vectors).argmax(axis=1)
     signs = np.sign(vectors[np.arange(count), largest])
     vectors *= signs[:, None]

@@ -44,7 +44,7 @@ class Tokens:
 
     @classmethod
     def load(cls, path: Path) -> "Tokens":
-        """Read a file of `save`."""
+        """Read a file written by `save`."""
         from safetensors.torch import load_file
 
         saved = load_file(path)
@@ -76,7 +76,7 @@ class TextTokenizer:
         return table
 
     def tokenise(self, texts: Sequence[str], max_length: int) -> Tokens:
-        """Tokenise texts, cut to `max_length`. The special tokens around a text are kept."""
+        """Tokenise texts, cut to `max_length` but with all special tokens. Raises `UsageError` if these do not fit."""
         around = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= around:
             raise UsageError(
@@ -106,12 +106,12 @@ class TextTokenizer:
 
     def to_json(self) -> str:
         """Return the standard `tokenizer.json`, as read by the tokenizers and transformers libraries."""
-        # `tokenise` leaves its truncation in the library's object, and the file would keep it.
+        # `tokenise` sets a truncation on the library's object, which would end up in the file.
         self._tokenizer.no_truncation()
         return self._tokenizer.to_str(pretty=True)
 
     def pieces(self) -> dict[str, int]:
-        """Return the id of each piece of text."""
+        """Return the vocabulary: the id of each piece of text."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def ids(self) -> dict[str, int | tuple[int, ...]]:
@@ -126,7 +126,7 @@ class TextTokenizer:
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def settings(self, max_length: int) -> dict[str, object]:
-        """Return the standard `tokenizer_config.json`, for transformers to know mask and padding."""
+        """Return the content of `tokenizer_config.json`, which tells transformers the mask and padding tokens."""
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_length,
@@ -150,9 +150,9 @@ class TextTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Group texts into batches of bounded length.
+    """Group texts into batches of limited total length.
 
-    The library keeps about 90 bytes for every truncated token until its batch is freed.
+    The limit bounds memory: the library keeps about 90 bytes per truncated token until the batch is freed.
     """
     batch: list[str] = []
     characters = 0
@@ -168,7 +168,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE. It encodes every text without loss, and equal texts give equal merges."""
+    """Train a byte-level BPE. It encodes every text without loss, and training on equal texts gives equal merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < MIN_VOCAB_SIZE:
@@ -183,8 +183,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD, MASK],
-        # All 256 bytes, or a byte missing from the corpus could not be encoded. The library lists them in another order
-        # in every process.
+        # All 256 bytes, because a byte missing from the corpus could otherwise not be encoded. Sorted, because the
+        # library lists them in a different order in every process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -22,7 +22,7 @@ from accel_train.store.weights import has_ema
 
 
 def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, DataAssets]:
-    """Load the model with its objective and samplers, and the assets for its inputs.
+    """Load the model with its samplers, and the assets for its inputs.
 
     ``directory`` is a checkpoint or the output of ``accel-train export``. A checkpoint's EMA weights are used if it has
     them. Hashes are not verified here (see ``accel_train.load``). Raises ``UsageError`` if options or assets are
@@ -30,7 +30,7 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
     """
     settings = read_settings(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
-    # from_pretrained has read the trained weights, over which these are laid.
+    # from_pretrained has loaded the raw weights, which the EMA weights replace.
     if has_ema(directory):
         load_directory(model, directory, "ema")
     assets = load_assets(directory / "assets", device)
@@ -40,7 +40,7 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
 
 
 def refuse_moved(assets: DataAssets) -> None:
-    """Raise ``UsageError`` if the folder of the text encoder is gone: its name would be taken for a Hub id."""
+    """Raise ``UsageError`` if the text encoder's folder is missing. Its path would otherwise be taken for a Hub id."""
     encoder = assets.encoder
     if isinstance(encoder, TransformerEncoder) and Path(encoder.name).is_absolute() and not Path(encoder.name).is_dir():
         raise UsageError(
@@ -50,7 +50,7 @@ def refuse_moved(assets: DataAssets) -> None:
 
 
 def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
-    """Return texts to sample from as a list. Raises ``UsageError`` for none, and for one without a token."""
+    """Return the texts to sample from as a list. Raises ``UsageError`` if there are none, or one has no token."""
     given = pipeline.listed(texts)
     if not given:
         raise UsageError("texts: none given; at least one is required")
@@ -62,13 +62,13 @@ def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
 
 
 class Settings(NamedTuple):
-    """How a trained model is used."""
+    """Objective and sampler settings of a trained model."""
 
     diffusion: LatentDiffusionConfig
     text: TextSamplingConfig
     latent: LatentSamplingConfig
     seed: int
-    """That of the evaluation."""
+    """Seed of the evaluation."""
     modes: ModeConfig
     """Modes that the model was trained in."""
 

@@ -1,1 +1,1 @@
-"""Tensors of a simulation: without memory, and with the casts of a GPU."""
+"""Tensors of a simulation: fake ones without memory, and the casts of a GPU."""

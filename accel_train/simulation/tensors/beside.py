@@ -10,14 +10,14 @@ from accel_train.simulation.ledger import storage_of
 
 
 def tensors_beside(model: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers of this process's other modules, such as an autoencoder."""
+    """Return parameters and buffers of this process's other modules, such as an autoencoder. Runs a full ``gc``."""
     known = {id(module) for module in model.modules()}
     weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    # Modules refer to each other, so that one that nobody uses may still be there.
+    # Modules may be in reference cycles, so that unused ones may still exist.
     gc.collect()
     found: list[Tensor] = []
     for module in gc.get_objects():
-        # By the type: a proxy's own idea of its class may import or warn.
+        # By type, not isinstance: asking a proxy object for its class may import modules or warn.
         if issubclass(type(module), nn.Module) and id(module) not in known:
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             found += [tensor for tensor in own if storage_of(tensor) not in weights]

@@ -1,7 +1,7 @@
-"""What CUDA computes otherwise than a CPU, on tensors of the CPU: casts of autocast, and RMSNorm in one kernel.
+"""CUDA's behaviour on CPU tensors where the two differ: the casts of autocast, and RMSNorm in one kernel.
 
-A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. In bf16 a GPU keeps the inputs and
-outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows.
+A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. CUDA's autocast runs these operators
+in fp32, inputs and outputs included, so a model takes more memory on a GPU than the CPU's autocast shows.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from accel_train.simulation.tensors.fused_norm import rms_norm
 NORMS = {"layer_norm", "group_norm", "rms_norm"}
 OTHERS = {"mse_loss", "l1_loss", "norm", "pow", "__pow__", "square", "rsqrt", "reciprocal", "exp", "log", "softplus"}
 WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
-"""Given a dtype for their result, in place of a copy of their input."""
+"""Operators that are given a dtype for their result instead of a cast copy of their input."""
 
 
 @contextmanager
 def cuda_casts() -> Generator[None]:
-    """Compute in fp32 in the body what CUDA's autocast does, wherever the CPU's is on, and RMSNorm as CUDA does."""
+    """Run in fp32 what CUDA's autocast runs in fp32, wherever the CPU's autocast is on, and RMSNorm as on CUDA."""
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateUsage]
 
     def with_casts(*arguments: Any, **named: Any) -> Any:
-        # torch leaves its modes for the whole backward, and checkpointing computes forwards again in it.
+        # torch disables modes during the backward, in which activation checkpointing recomputes forwards.
         with _Casts():
             return run_backward(*arguments, **named)
 
@@ -53,7 +53,7 @@ class _Casts(TorchFunctionMode):
 
 
 def _in_one_type(args: Any, kwargs: Any) -> bool:
-    """Whether torch has a kernel for RMSNorm: it composes one whose weight is of another type, as a CPU does."""
+    """Return True if all tensors have one dtype. Only then does CUDA use its fused kernel for RMSNorm."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return len({tensor.dtype for tensor in tensors}) == 1
 

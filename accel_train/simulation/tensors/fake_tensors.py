@@ -1,8 +1,8 @@
-"""Tensors without memory: the model and the batches are fake, small numbers of the host stay real.
+"""Tensors without memory: the model and the batches are fake, and small tensors on the host stay real.
 
-A recipe computes a few numbers on the host before a step (its mode, its learning rate), and reads them. Inside of
-``FakeTensorMode`` that is impossible, so only the model is built in it. Later an operator is fake if one of its inputs
-is, and a tensor made from nothing is fake inside of forward and backward.
+A recipe computes a few numbers on the host before a step, such as its mode and learning rate, and reads them. Inside
+``FakeTensorMode`` that is impossible, so only the model is built in it. Afterwards, an operator is fake if one of its
+inputs is, and a tensor created without tensor inputs is fake inside forward and backward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.ops.prim.device.default
-"""The question for a tensor's device, which the C++ of torch asks of a fake one more often than all else together."""
+"""Operator that returns a tensor's device. torch's C++ calls it for fake tensors more often than all others."""
 HOST_BYTES = 2**20
-"""A tensor made from nothing outside of forward and backward is real below this size."""
+"""Size below which a tensor that is created without tensor inputs, outside forward and backward, is real."""
 
 
 class FakeWhereNeeded(TorchDispatchMode):
-    """Decide for each operator whether it runs on fake tensors."""
+    """Dispatch mode that decides for each operator whether it runs on fake tensors."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class FakeWhereNeeded(TorchDispatchMode):
         self._reads_zero = 0
 
     def __enter__(self) -> FakeWhereNeeded:
-        # DTensor looks here for the mode of its local tensors, to compute the shapes of results with it.
+        # DTensor takes the fake mode of its local tensors from this context, to compute the shapes of results.
         self._context = tracing(TracingContext(self.fake))
         self._context.__enter__()
         super().__enter__()
@@ -58,7 +58,7 @@ class FakeWhereNeeded(TorchDispatchMode):
         if self._reads_zero and func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0
         if any(not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types if kind is not Tensor):
-            # A DTensor or another wrapper first comes apart into its local tensors.
+            # A DTensor or another wrapper first unwraps itself into its local tensors.
             return NotImplemented
         if any(issubclass(kind, FakeTensor) for kind in types) or _has_tensor(args):
             # A fake input makes the result fake by itself.
@@ -70,7 +70,7 @@ class FakeWhereNeeded(TorchDispatchMode):
 
     @contextmanager
     def without_values(self) -> Generator[None]:
-        """Make every tensor of the body fake, and let it read zeros from them."""
+        """Make every tensor that the body creates fake, and let the body read zeros from fake tensors."""
         self.computing += 1
         self._reads_zero += 1
         try:
@@ -83,8 +83,8 @@ class FakeWhereNeeded(TorchDispatchMode):
         return self.computing > 0 or in_backward()
 
     def _from_nothing(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return a real tensor if it is small."""
-        # Made fake first, to learn its size without memory for it.
+        """Run an operator without tensor inputs. Its result is real if it is small, and otherwise fake."""
+        # Run on fake tensors first, to learn the size without allocating memory.
         with self.fake:
             made = func(*args, **kwargs)
         if isinstance(made, Tensor) and made.numel() * made.element_size() < HOST_BYTES:
@@ -102,7 +102,7 @@ def _has_tensor(values: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a result or of arguments: one, or several in lists and tuples."""
+    """Yield the tensors in a result or in arguments, also from nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -111,20 +111,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model of ``build`` with fake parameters, each with an address of its own.
+    """Return the model of ``build`` with fake parameters, each with its own made-up address.
 
-    Accelerate finds the sharded form of an optimizer's parameter by the address of its memory. Fake ones have none.
+    Accelerate finds the sharded form of an optimizer's parameter by its memory address, which fake tensors do not have.
     """
     with fake, mock.patch.object(nn.Module, "_apply", apply_in_place):
         model = build()
-    # From 1: 0 is the address of tensors without memory.
+    # From 1, because 0 is the address of tensors without memory.
     for number, parameter in enumerate(model.parameters(), 1):
         setattr(parameter, "data_ptr", _constant(number))  # noqa: B010  shadows the method of the class
     return model
 
 
 def apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Do what ``module.to`` and its like do. torch swaps a fake parameter for another one, and cannot."""
+    """Stand in for ``nn.Module._apply``, behind ``module.to``. torch's own swaps parameters, which fails for fake ones."""
     for part in module.modules() if recurse else [module]:
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             tensor.data = change(tensor.data)
@@ -132,10 +132,10 @@ def apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurs
 
 
 def _constant(number: int) -> Callable[[], int]:
-    # A function of its own: a lambda in the loop would return the last number for all.
+    # A separate function: a lambda in the loop would return the last number for all parameters.
     return lambda: number
 
 
 def fake_batch(fake: FakeTensorMode, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of the same shapes without values."""
+    """Return a batch of fake tensors with the same shapes."""
     return {name: fake.from_tensor(value) for name, value in batch.items()}

@@ -1,7 +1,7 @@
-"""RMSNorm as CUDA computes it: one operator that keeps its input and a number for each row.
+"""RMSNorm as on CUDA: one operator, which saves its input and one number per row for the backward.
 
-On a CPU torch composes it of seven operators, and autograd keeps the normalised input as well.
-``aten::_fused_rms_norm`` itself comes apart in the same way there, so it cannot stand for the kernel.
+On a CPU, torch composes it of seven operators, and autograd saves the normalised input as well.
+``aten::_fused_rms_norm`` decomposes in the same way there, so it cannot stand in for the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIBRARY.define(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Return what ``torch.nn.functional.rms_norm`` does, with its arguments."""
+    """Compute ``torch.nn.functional.rms_norm``, with the same arguments, as a single operator."""
     if eps is None:
         eps = torch.finfo(input.dtype).eps
     normed: Any = _RMSNorm.apply(input, math.prod(normalized_shape), weight, eps)
@@ -33,7 +33,7 @@ def rms_norm(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int, weight: Tensor | None, eps: float) -> Tensor:
-        # The kernel reads contiguous rows; what is kept is the tensor as it was given.
+        # The kernel reads contiguous rows, but the tensor is saved as it was given.
         normed, scale = torch.ops.accel_train_simulation.rms_norm(x.contiguous(), width, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.width = width
@@ -72,7 +72,7 @@ def _backward(
 
 
 def _wide(x: Tensor, width: int) -> Tensor:
-    """Return the rows in the type that the kernel adds up in."""
+    """Return the rows (N, width) in the dtype in which the kernel accumulates."""
     return x.reshape(-1, width).to(_sum_type(x))
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's engine in a simulation: its own code on fake tensors, and where it keeps its tensors."""
+"""DeepSpeed's engine in a simulation: its own code on fake tensors, and its tensors by category."""

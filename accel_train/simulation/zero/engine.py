@@ -1,7 +1,7 @@
-"""The few places where DeepSpeed reads memory or compiles, in another form for fake tensors.
+"""Replacements for the few places where DeepSpeed reads memory or compiles, which fails on fake tensors.
 
-All the rest is DeepSpeed's own code: partitions and their padding, buckets, reductions, the order in which stage 3
-gathers weights ahead. ``tests/simulation`` compares each stage with real processes.
+All the rest is DeepSpeed's own code: partitions and their padding, buckets, reductions, and the order in which stage 3
+prefetches weights. ``tests/simulation`` compares each stage with real processes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, apply_in_place
 
 ENOUGH = 2**60
-"""Bytes. Asked for free memory, DeepSpeed flattens the weights on the host if it finds too little."""
+"""Bytes reported as free memory. With too little, DeepSpeed would flatten the weights on the host."""
 
 
 @contextmanager
 def connecting() -> Generator[None]:
-    """Let DeepSpeed connect without the C++ of its communication, which needs minutes to compile and other processes.
+    """Let DeepSpeed connect without its C++ communication, which takes minutes to compile and needs other processes.
 
-    Does nothing without a launch of DeepSpeed, and where it is not installed: ``build_accelerator`` refuses that.
+    Does nothing unless the launch uses DeepSpeed and it is installed. ``build_accelerator`` refuses a missing one.
     """
     asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if not asked or find_spec("deepspeed") is None:
         yield
         return
-    # DeepSpeed reads the variable during its import.
+    # DeepSpeed reads this variable when it is imported.
     os.environ["DS_ACCELERATOR"] = "cpu"
     from accel_train.runtime import rehearsal
 
-    # By its name, because `deepspeed.comm.torch` is torch itself.
+    # By module name, because the attribute `deepspeed.comm.torch` is torch itself.
     communication = importlib.import_module("deepspeed.comm.torch")
     with (
         mock.patch.object(rehearsal, "load_communication", return_value=None),
@@ -48,16 +48,16 @@ def connecting() -> Generator[None]:
 
 @contextmanager
 def engine_without_memory(where: FakeWhereNeeded) -> Generator[None]:
-    """Let an engine be built and step in the body."""
+    """Let DeepSpeed engines be built and step on fake tensors in the body."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     with ExitStack() as patches:
         for owner, name, changed in (
-            # Weights without values need not be made equal.
+            # Fake weights have no values to broadcast.
             (DeepSpeedEngine, "_broadcast_model", mock.Mock(return_value=None)),
             (nn.Module, "_apply", apply_in_place),
-            # It verifies the alignment of its partitions.
+            # The engine checks the alignment of its partitions by their addresses.
             (FakeTensor, "data_ptr", lambda tensor: 0),
             (type(get_accelerator()), "available_memory", mock.Mock(return_value=ENOUGH)),
             (DeepSpeedEngine, "__init__", _inside(where, DeepSpeedEngine.__init__)),
@@ -71,7 +71,7 @@ def engine_without_memory(where: FakeWhereNeeded) -> Generator[None]:
 
 
 def _inside(where: FakeWhereNeeded, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, which reads zeros: no overflow, and a finite norm."""
+    """Wrap a method so that it reads zeros from fake tensors: no overflow, and a finite norm."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with where.without_values():

@@ -1,4 +1,4 @@
-"""Tensors of DeepSpeed's engine by category, and which of them lie in host memory under an offload."""
+"""Tensors of DeepSpeed's engine by category, and which of them are in host memory under an offload."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from accel_train.simulation.ledger import Ledger
 from accel_train.simulation.places import STEP
 
 WARM_UP = {"zero1": 1, "zero2": 1, "zero3": 2}
-"""Steps before the counted one, by strategy: for the optimizer's state and buffers that are kept. Stage 3 also records
-the order of its modules in the first, and gathers ahead from the second on."""
+"""Steps before the counted one, by strategy. They create the optimizer's state and persistent buffers. In the first,
+stage 3 also records the order of its modules, by which it prefetches from the second on."""
 WARM_UP_MICRO_BATCHES = 2
-"""Enough for buffers in which several of them are added up."""
+"""Micro-batches of a warm-up step: enough to create the buffers in which several are accumulated."""
 
 
 class Kept(NamedTuple):
@@ -38,29 +38,29 @@ class EngineTensors:
         self._shards = prepared.ema.shards
         self._zero = prepared.model.optimizer
         self.is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
-        # Stages 1 and 2 have one name for it, stage 3 another.
+        # The attribute is cpu_offload in stages 1 and 2, and offload_optimizer in stage 3.
         self._offloads = bool(getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", 0))
         self.overlap_comm = bool(prepared.model.zero_overlap_comm())
         self._offloads_weights = bool(getattr(self._zero, "offload_param", False))
 
     @property
     def keeps_shards_of_gradients(self) -> bool:
-        """True if each micro-batch is reduced. Stage 1 keeps whole gradients until the last."""
+        """True if gradients are reduced after each micro-batch. Stage 1 keeps whole ones until the last micro-batch."""
         return bool(getattr(self._zero, "partition_gradients", True))
 
     def prepare(self, ledger: Ledger, collectives: Collectives) -> None:
-        """Let the ledger of a step name what is made on the host, and what is gathered."""
+        """Set the categories that the ledger gives to tensors made on the host and to gathered ones."""
         if self._offloads:
             ledger.host_phase = STEP
         if self.is_stage_3:
             collectives.gathered = ledgers.GATHERED
 
     def between_steps(self) -> Iterator[Kept]:
-        """Yield what the engine keeps. The first category of a storage counts."""
+        """Yield the tensors that the engine keeps between steps. The first category of a storage counts."""
         parameters = [*self._shards.parameters.values(), *self._shards.frozen.values()]
         yield Kept(ledgers.PARAMETERS, False, parameters)
         yield Kept(ledgers.PARAMETERS, self._offloads_weights, self._shards_of_weights())
-        # Stages 1 and 2 copy the stepped weights there first.
+        # Stages 1 and 2 first copy the updated weights into these buffers.
         on_their_way = list(getattr(self._zero, "param_buffer_of_bit16_for_cpu_offload_groups", []))
         yield Kept(ledgers.PARAMETERS, True, on_their_way)
         masters = [self._shards.master(name) for name in self._shards.parameters]
@@ -75,7 +75,7 @@ class EngineTensors:
         yield Kept(ledgers.COMMUNICATION, True, self._of("temp_grad_buffer_for_cpu_offload"))
 
     def gradients(self) -> Iterator[Kept]:
-        """Yield the reduced gradients that exist now: partitions of each group, and the copy the optimizer steps on."""
+        """Yield the reduced gradients that exist now: the partitions of each group, and the optimizer's copy."""
         stepped = [holder.grad for holder in self._shards.stepped() if holder.grad is not None]
         yield Kept(ledgers.GRADIENTS, self._offloads, stepped)
         yield Kept(ledgers.GRADIENTS, True, list(getattr(self._zero, "accumulated_grads_in_cpu", {}).values()))
@@ -87,9 +87,9 @@ class EngineTensors:
 
     @contextmanager
     def copying(self, ledger: Ledger | None = None) -> Generator[None]:
-        """Let tensors be copied from host memory to the device in the body, as on a GPU. On a CPU they are the same.
+        """Copy tensors from host memory to the device in the body, as on a GPU. On a CPU ``to`` would not copy.
 
-        ``ledger`` learns which of the copies are weights.
+        ``ledger``, if given, is told which of the copies are weights.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -116,13 +116,13 @@ class EngineTensors:
             yield
 
     def _shards_of_weights(self) -> list[Tensor]:
-        """Return stage 3's shard beside each parameter, which is empty between its uses."""
+        """Return stage 3's shard of each parameter. The parameter itself is empty between its uses."""
         parameters = [*self._shards.parameters.values(), *self._shards.frozen.values()]
         return [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
 
     @contextmanager
     def following(self, ledger: Ledger) -> Generator[None]:
-        """Name what is made inside of the engine in the body: buckets of gradients, and weights gathered together."""
+        """In the body, assign categories to what the engine creates: gradient buckets and weights gathered together."""
         with ExitStack() as patches:
             patches.enter_context(self.copying(ledger))
             if self.is_stage_3:
@@ -130,7 +130,7 @@ class EngineTensors:
 
                 patches.enter_context(mock.patch.object(Handle, "wait", _naming_weights(Handle.wait, ledger)))
             else:
-                # Made in each backward, and released at its end.
+                # Buckets are created in each backward and released at its end.
                 named = self._naming_buckets(self._zero.setup_buckets, ledger)
                 patches.enter_context(mock.patch.object(self._zero, "setup_buckets", named))
             yield
@@ -145,10 +145,10 @@ class EngineTensors:
         return call
 
     def _buckets(self) -> list[Tensor]:
-        """Buffers of ``reduce_bucket_size`` values, whatever the size of the model."""
+        """Return the gradient buckets, buffers of ``reduce_bucket_size`` values for any size of the model."""
         found: list[Tensor] = []
         for bucket in self._zero.ipg_buckets.values():
-            # Two of them overlap in stages 1 and 2.
+            # Stages 1 and 2 have a list, with two buffers if communication overlaps.
             buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
             found += [buffer for buffer in buffers if buffer is not None]
         return found
@@ -161,7 +161,7 @@ class EngineTensors:
 def _naming_weights(wait: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
     def call(handle: Any, *args: Any, **kwargs: Any) -> None:
         wait(handle, *args, **kwargs)
-        # Each is a copy out of the gathered buffer.
+        # Each parameter is a copy from the gathered buffer.
         ledger.suggest([parameter.data for parameter in handle.params], ledgers.GATHERED)
 
     return call

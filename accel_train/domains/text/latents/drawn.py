@@ -51,7 +51,7 @@ def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
 def about_use(
     shape: MultimodalMMDiTConfig, assets: DataAssets, conditions: Collection[str], path: str
 ) -> dict[str, str]:
-    """Return entries of the model card: what the model was measured on, and tag and usage if they are not the usual ones.
+    """Return entries of the model card: what the model was measured on, and tag and usage if they are not the usual.
 
     ``conditions`` are those that the model has learned, and ``path`` is ``data.path``.
     """

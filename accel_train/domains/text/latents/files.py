@@ -68,7 +68,7 @@ def _shard_file(folder: Path, shard: str | int) -> Path:
 
 
 def open_latents(file: Path) -> Tensor:
-    """Memory-map a file as (rows, L, Dz), with L = 1 for a file of (rows, Dz). Raises `ValueError` for other tensors."""
+    """Memory-map a file as (rows, L, Dz), with L = 1 for a file of (rows, Dz). Raises `ValueError` for other shapes."""
     if file.suffix == ".npy":
         # Copy-on-write: nothing reaches the file, and torch does not warn, as it does about read-only arrays.
         array: NDArray[np.floating] = np.load(file, mmap_mode="c", allow_pickle=False)

@@ -33,7 +33,7 @@ OF_TRANSFORMER = ("pooling", "normalise", "max_length", "latent_dim")
 
 @dataclass(frozen=True)
 class TrainedAssets:
-    """What the weights of a start were trained with."""
+    """Assets and options that the weights a run starts from were trained with."""
 
     folder: Path
     """Folder ``assets`` beside the weights."""
@@ -106,7 +106,7 @@ class TrainedAssets:
         )
 
     def has_latents_of(self, encoder: LatentEncoder | None, vae: VaeReference | None) -> bool:
-        """Return True if latents come from the encoder the weights were trained with. Ready-made ones are assumed to."""
+        """Return True if latents come from the encoder of the training. Ready-made ones are assumed to."""
         saved = self.saved.encoder
         if isinstance(encoder, TransformerEncoder) and isinstance(saved, TransformerEncoder):
             return encoder is saved or _is_same(encoder, saved)
@@ -179,10 +179,10 @@ def resolve_scale(
 def resolve_length(
     trained: TrainedAssets | None, table: LatentRows, tokens: Tokens, scale: LatentScale
 ) -> LengthEstimate:
-    """Return the estimate of lengths of a resumed run, or that of its training texts."""
+    """Return the length estimate of a resumed run, or fit one to the training texts."""
     if trained is not None and trained.resumes:
         return trained.saved.length
-    # Of shards only a sample is tokenised.
+    # With shards, only a sample of the texts is tokenised.
     lengths = tokens.offsets.diff()
     rows = torch.from_numpy(sampled_rows(len(table), len(lengths)))
     return fit_length(table, lengths, scale.mean, scale.std, rows)

@@ -1,1 +1,1 @@
-"""Texts in shards: an index instead of the rows, and latents by blocks."""
+"""Texts in shards: an index in memory instead of the rows, and latents by block."""

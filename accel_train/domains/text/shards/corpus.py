@@ -1,14 +1,15 @@
 """Texts in shards larger than memory: one pass to check, identify and split them, and reading by index.
 
-The pass leaves a folder in the cache. A later start with the same files reads no shard:
+The pass writes a folder into the cache, so that a later start with the same files reads no shard:
 
     ids       8 bytes a row: the head of the sha256 of its text, 0 for an unusable row
     sides     1 byte a row: left out, training or held out
     texts     held-out texts, and a sample of the training texts to fit on
     facts     counts for the log
 
-The id of a sample is the hash of its text, and not its file and row: it survives renamed, cut or merged files, and rows
-removed before it. Each text is compared with its id on reading, so damage unnoticed by the format is an error too.
+The id of a sample is the hash of its text, not its file and row: it does not change when files are renamed, cut or
+merged, or rows before it are removed. Each text is compared with its id on reading, so damage that the file format does
+not detect is an error as well.
 """
 
 from __future__ import annotations
@@ -35,37 +36,38 @@ from accel_train.domains.text.corpus import text_fault
 SPLIT_FORMAT = 3
 LEFT_OUT, TRAIN, HELDOUT = range(3)
 HELDOUT_ROWS = 2**14
-"""Most held-out texts. They are kept in memory, because evaluation reads them in the order of their hash."""
+"""Maximum number of held-out texts. They are kept in memory, because evaluation reads them in hash order."""
 SAMPLE_ROWS = 2**17
-"""Most training texts to fit a tokenizer or TF-IDF on."""
+"""Maximum number of training texts to fit a tokenizer or TF-IDF on."""
 CHARACTERS = 2**26
-"""Most characters of the held-out texts, and of the sample. Long texts are fewer."""
+"""Maximum number of characters of the held-out texts, and of the sample. If texts are long, fewer of them are kept."""
 ROWS_PER_PARTITION = 2**22
-"""Rows to compare at a time by their hashes, to find equal texts."""
+"""Rows whose hashes are compared at a time to find equal texts."""
 Keys = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 
 
 class SplitRules(NamedTuple):
-    """Rules for the side of a row, besides its text."""
+    """Rules that, together with its text, decide which split a row goes to."""
 
     column: str
     min_words: int
     max_bad_rows: int
     fraction: float
-    """Share of held-out texts. 0: the texts of `heldout_keys`. No training text may equal one."""
+    """Share of texts to hold out. 0 if the held-out texts come from another source."""
     heldout_keys: tuple[int, ...] = ()
+    """Keys of held-out texts from another source. Equal texts are left out of training."""
 
 
 class SplitShards(NamedTuple):
-    """Both splits of a table, and the sample to fit on."""
+    """Both splits of a table, and a sample of the training texts to fit on."""
 
     train: ShardTexts
     heldout: list[str]
     sample: list[str]
-    """All training texts, or at most 131,072 at even distances."""
+    """All training texts, or an evenly spaced sample of at most `SAMPLE_ROWS` texts and about `CHARACTERS`."""
     facts: dict[str, int]
-    """Counts: bad, short, repeated and held-out rows."""
+    """Counts of bad, short, repeated and held-out rows."""
 
 
 def split_shards(
@@ -77,11 +79,11 @@ def split_shards(
     barrier: Callable[[], None],
     progress: bool,
 ) -> SplitShards:
-    """Check, identify and split all rows, unless the cache has it. Every rank calls it (two barriers).
+    """Check, identify and split all rows, unless the result is in the cache. Collective (two barriers).
 
     Rank 0 reads every row once, with worker processes if that takes long. Equal texts are kept once, and a text is held
-    out by its hash, as with texts in memory. Refuses more than `max_bad_rows` unusable rows, naming the first one
-    beyond.
+    out by its hash, as with texts in memory. Refuses more than `max_bad_rows` unusable rows, naming the first one that
+    exceeds the limit.
     """
     described = json.dumps([SPLIT_FORMAT, table.index.key, list(table.columns), rules])
     folder = cache / "splits" / hashlib.sha256(described.encode()).hexdigest()
@@ -101,10 +103,10 @@ class ShardTexts(Sequence[str]):
         self.table = table
         self.column = column
         self.sizes: tuple[int, ...] = tuple(counts.tolist())
-        """Training texts of each block of the table."""
+        """Number of training texts in each block of the table."""
         ends = np.cumsum(counts, dtype=np.int64)
         self.starts: Ints = np.concatenate([np.zeros(1, np.int64), ends])
-        """Index of the first training text of each block, and the number of texts."""
+        """Index of the first training text of each block, followed by the number of all training texts."""
         self._folder = folder
         self._maps: tuple[NDArray[np.uint8], Keys] | None = None
 
@@ -129,16 +131,16 @@ class ShardTexts(Sequence[str]):
             yield from self.of_block(number)
 
     def take(self, indices: Sequence[int]) -> list[str]:
-        """Read texts in the order of `indices`. Raises `UsageError` for a text changed since the pass."""
+        """Read texts in the order of `indices`. Raises `UsageError` if one has changed since the pass."""
         rows = self._rows(indices)
         return self._checked(self.table.take(self.column, rows), rows)
 
     def place(self, index: int) -> str:
-        """Name file and place of a text."""
+        """Return the file of a text and its place in it, for a message."""
         return self.table.place(int(self._rows([index])[0]))
 
     def _rows(self, indices: Sequence[int]) -> Ints:
-        """Return the rows in the table of texts."""
+        """Return the table rows of the texts with these indices."""
         # Grouped by block, so that each block's rows are looked up once.
         wanted = np.asarray(indices, np.int64)
         blocks = np.searchsorted(self.starts, wanted, side="right") - 1
@@ -154,7 +156,7 @@ class ShardTexts(Sequence[str]):
         return self._checked(self.table.take(self.column, rows), rows)
 
     def rows_of_block(self, number: int) -> Ints:
-        """Return the rows in the table of a block's training texts."""
+        """Return the table rows of a block's training texts."""
         sides, _ = self._mapped()
         first, end = self.table.starts[number : number + 2].tolist()
         return first + np.flatnonzero(sides[first:end] == TRAIN)
@@ -215,7 +217,7 @@ def _head(digest: bytes) -> int:
 class _ScannedBlock(NamedTuple):
     ids: Keys
     keys: Keys
-    """`split_key` of each."""
+    """`split_key` of each row's text."""
     usable: NDArray[np.bool_]
     short: int
     characters: int
@@ -223,7 +225,7 @@ class _ScannedBlock(NamedTuple):
 
 
 def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _ScannedBlock:
-    """Identify the rows of a block. A function of the files, on any process."""
+    """Identify the rows of a block. The result depends only on the files, on any process."""
     block = table.block(number)
     values: list[Any] = block.columns[rules.column].to_pylist()
     ids = np.zeros(len(values), np.uint64)
@@ -241,14 +243,14 @@ def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _Scanned
             ids[row] = text_id(text)
             keys[row] = split_key(text)
             characters += len(text)
-        # A blank line has the fault "": it is no text, and not a bad row either.
+        # A blank line has the fault "": it is neither a text nor a bad row.
         elif fault:
             faults.append((row, fault))
     return _ScannedBlock(ids, keys, ids != 0, short, characters, faults)
 
 
 def _fault(block: DecodedBlock, row: int, value: Any, column: str) -> str | None:
-    """Return the fault of a row, "" for a blank line, or None."""
+    """Describe what is wrong with a row. Returns "" for a blank line, and None for a usable row."""
     if row in block.faults:
         return block.faults[row]
     return text_fault({column: value}, column)
@@ -270,7 +272,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directo
             first = int(table.starts[number])
             for row, reason in block.faults:
                 bad.add(table.place(first + row), reason)
-            # Ids and hashes go to files: in memory the table of a large corpus would take gigabytes.
+            # Ids and hashes go to files: those of a large corpus would take gigabytes of memory.
             usable[first : first + len(block.usable)] = block.usable
             short += block.short
             characters += block.characters
@@ -278,7 +280,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directo
             keys.write(block.keys.tobytes())
             bar.update(len(block.ids))
     sides, heldout = _choose_sides(keys_file, usable, rules)
-    # The hashes served the split alone. Ids stay, to check each text that is read.
+    # The hashes are only needed for the split. The ids stay, to check each text when it is read.
     keys_file.unlink()
     sides.tofile(directory / "sides.bin")
     counts = np.add.reduceat(sides == TRAIN, table.starts[:-1], dtype=np.int64)
@@ -300,7 +302,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directo
 
 
 def sampled_rows(total: int, count: int) -> Ints:
-    """Return the rows of a sample of ``count`` training texts, at even distances."""
+    """Return the rows of ``count`` evenly spaced training texts."""
     return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
@@ -318,7 +320,7 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
     heldout_rows = np.zeros(0, np.int64)
     for partition in range(partitions):
         rows = _rows_of_partition(keys, usable, partition, partitions)
-        # Rows ascend, and of equal values `unique` returns the place of the first.
+        # Rows ascend, and `unique` returns the first position of each value.
         values, first = np.unique(keys[rows], return_index=True)
         rows = rows[first]
         held = values < bound
@@ -338,14 +340,14 @@ def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, pa
     found: list[Ints] = []
     for start in range(0, len(keys), ROWS_PER_PARTITION):
         piece = slice(start, start + ROWS_PER_PARTITION)
-        # By remainder: equal texts have equal hashes, and so they meet in one partition.
+        # By remainder: equal texts have equal hashes, so they are in the same partition.
         here = (keys[piece] % np.uint64(partitions) == partition) & usable[piece]
         found.append(start + np.flatnonzero(here))
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
 def window_notices(texts: ShardTexts, window: int) -> list[str]:
-    """Return a line if the decoded blocks of a window exceed the cache. Reads the largest block."""
+    """Return a notice if the decoded blocks of a window do not fit into the cache. Reads the largest block."""
     table = texts.table
     sizes = [block.rows for block in table.index.blocks]
     largest = table.block(sizes.index(max(sizes)))

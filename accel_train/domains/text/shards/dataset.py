@@ -32,7 +32,7 @@ from accel_train.domains.text.shards.corpus import ShardTexts
 class BlockLatents:
     """Latents (L, Dz) of the training texts, one file for each block of the table.
 
-    Files are memory-mapped up to `cache_bytes` in all, at least one. Same interface as `LatentTable`.
+    Files are memory-mapped up to `cache_bytes` in total, but always at least one. Same interface as `LatentTable`.
     """
 
     def __init__(self, files: tuple[Path | None, ...], texts: ShardTexts, cache_bytes: int) -> None:
@@ -63,7 +63,7 @@ class BlockLatents:
         blocks = np.searchsorted(self._starts, wanted, side="right") - 1
         for number in dict.fromkeys(blocks.tolist()):
             here = torch.from_numpy(blocks == number)
-            # Block by block, so that each file is opened once for a batch.
+            # Block by block, so that each file is opened once per batch.
             rows = indices[here] - int(self._starts[number])
             out[here] = self._file(number)[rows]
         return out
@@ -75,7 +75,7 @@ class BlockLatents:
     def _file(self, number: int) -> Tensor:
         file = self._files[number]
         assert file is not None, "a block without training texts has no latents"
-        # Pages of a map count as memory of the process until it is closed.
+        # The pages of a memory map count as memory of the process until it is closed.
         return self._mapped.get(number, lambda: open_shard(file), lambda shard: shard.nbytes)
 
 
@@ -89,16 +89,16 @@ def block_latents(
     barrier: Callable[[], None],
     progress: bool,
 ) -> BlockLatents:
-    """Load the latents of all training texts and compute the missing ones. Every rank calls it (two barriers).
+    """Load the latents of all training texts and compute the missing ones. Collective (two barriers).
 
-    A file is named by the encoder and by the ids of its texts, so blocks survive the coming and going of others. Rank r
-    first builds blocks r, r + world_size, ... Then each rank builds those still missing on its own disk. Each process
-    reads every file once to verify it.
+    A file is named after the encoder and the ids of its texts, so it stays valid if other blocks are added or removed.
+    Rank r first builds blocks r, r + world_size, ... Then each rank builds those still missing on its own disk. Each
+    process reads every file once to verify it.
     """
-    # One file for a block, however many ranks: which rank builds it does not show in the result.
+    # One file per block for any number of ranks: the result does not depend on which rank builds it.
     files = [_file_of(texts, number, encoder, cache) for number in range(len(texts.sizes))]
     filled = [number for number, file in enumerate(files) if file is not None]
-    # Each rank starts at another block, so ranks with one disk seldom build the same one at the same time.
+    # Each rank starts at a different block, so that ranks with a shared disk seldom build the same one at once.
     start = rank % max(1, len(filled))
     for assigned in (filled[rank::world_size], filled[start:] + filled[:start]):
         total = sum(texts.sizes[number] for number in assigned)
@@ -115,7 +115,7 @@ def _file_of(texts: ShardTexts, number: int, encoder: LatentEncoder, cache: Path
     hashed = hashlib.sha256(f"{FORMAT} {encoder.identity} ".encode())
     hashed.update(texts.ids(number).tobytes())
     digest = hashed.hexdigest()
-    # Folders of two digits, because a folder of many thousand files is slow on shared disks.
+    # In subfolders of two digits, because a folder with many thousand files is slow on shared disks.
     return cache / "latents" / "blocks" / digest[:2] / f"{digest}.safetensors"
 
 
@@ -124,7 +124,7 @@ def _build(
 ) -> None:
     """Build the file of a block, unless it is intact. Another process may do so at the same time."""
     rows = texts.sizes[number]
-    # Asked again for each, because another process may have built it since the list was made.
+    # Checked right before building, because another process may have built it in the meantime.
     if file is None or intact(file, rows, encoder.dim):
         done(rows)
         return
@@ -139,7 +139,7 @@ def _build(
 class ShardTextDataset:
     """Map-style dataset of text and latents, with the samples of `TextLatentDataset`. Texts are tokenised when read.
 
-    It knows no lengths, so its batches cannot be grouped by them.
+    The lengths of texts are not known in advance, so batches cannot be grouped by length.
     """
 
     PADDED = ("tokens", "text_mask", "maskable")
@@ -175,13 +175,13 @@ class ShardTextDataset:
             place = self.texts.place(indices[without_token[0]])
             raise UsageError(f"--data.path: {place}: the tokenizer leaves no token of its text. Take it out.")
         latent = self.table.rows(torch.tensor(indices))
-        # In place: the rows are a copy already.
+        # In place, because `rows` returns a copy.
         latent.sub_(self._mean).div_(self._std)
         return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
 
 
 def _fingerprint(texts: ShardTexts, assets: DataAssets) -> str:
-    """Hash the ids of all training texts, their blocks, tokenizer, length and encoder with sha256."""
+    """Hash the ids and block sizes of the training texts, the tokenizer, the maximum length and the encoder."""
     assert assets.encoder is not None, "ready-made latents are refused with shards"
     sizes = list(texts.sizes)
     tokenizer = assets.tokenizer.to_json()
