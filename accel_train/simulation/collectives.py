@@ -44,7 +44,7 @@ class Collective:
     kind: str
     group_size: int
     size: int
-    """Bytes of the whole tensor that is reduced, gathered or scattered. In an all-to-all, this process's larger side."""
+    """Bytes of the whole tensor that is reduced, gathered or scattered. All-to-all: this process's larger side."""
     stride: int = 1
     """Distance between the ranks of the group: above 1 under HSDP, between processes with the same shards."""
 

@@ -79,7 +79,7 @@ class Counted:
 
 
 class StepCounted(BaseException):
-    """Raised to leave a recipe's ``main`` once the step is counted. A ``BaseException``, so that no recipe catches it."""
+    """Leaves a recipe's ``main`` once the step is counted. A ``BaseException``, so that no recipe catches it."""
 
     def __init__(self, counted: Counted, ledger: Ledger) -> None:
         self.counted = counted

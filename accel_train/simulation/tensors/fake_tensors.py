@@ -124,7 +124,7 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
 
 
 def apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stand in for ``nn.Module._apply``, behind ``module.to``. torch's own swaps parameters, which fails for fake ones."""
+    """Stand in for ``nn.Module._apply``, behind ``module.to``. torch's swaps parameters, which fails for fake ones."""
     for part in module.modules() if recurse else [module]:
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             tensor.data = change(tensor.data)
