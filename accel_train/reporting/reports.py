@@ -56,7 +56,7 @@ class Reports:
         return watched_steps(self.opened, steps, self.throughput)
 
     def begin_step(self, done: int) -> None:
-        """Record weights and learning rates before a step, if it is logged. ``done`` counts the steps, including it."""
+        """Prepare update ratios and the check of rates for a step that is logged. ``done`` counts this step as well."""
         if self.log.due(done):
             self.norms.before()
             self.calls.compare_rates()

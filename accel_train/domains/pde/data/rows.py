@@ -47,7 +47,7 @@ class Trajectory(NamedTuple):
 class FieldRows:
     """Map-style dataset: all pairs of snapshots `time_stride` apart, or one row per sample without time.
 
-    The first N rows cover all N samples and all times.
+    The first N rows cover all N samples, and all times if there are at least as many samples as pairs of one sample.
     """
 
     task: FieldTask
