@@ -64,16 +64,16 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 def time_links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, Mapping[int, Timed]]:
     """Time each kind of collective, by the bytes that a process sends. Collective: every process calls it."""
     processes = dist.get_world_size()
-    found: dict[str, dict[int, Timed]] = {}
+    times_by_kind: dict[str, dict[int, Timed]] = {}
     for kind in LINKS:
-        found[kind] = {}
+        times_by_kind[kind] = {}
         for size in SIZES[device.type]:
             # Whole shards of fp32, the type of DDP's gradients. Gathered weights differ in their bytes only.
             values = max(1, size // 4 // processes) * processes
             share = seconds / len(LINKS) / len(SIZES[device.type])
             times = _rounds(_collective(kind, values, processes, device), share, clock, device)
-            found[kind][sent_bytes(kind, processes, 4 * values)] = times
-    return found
+            times_by_kind[kind][sent_bytes(kind, processes, 4 * values)] = times
+    return times_by_kind
 
 
 def _collective(kind: str, values: int, processes: int, device: torch.device) -> Callable[[], object]:
@@ -97,15 +97,15 @@ def _rounds(collective: Callable[[], object], seconds: float, clock: Clock, devi
     each = torch.tensor((clock.read() - before) / WARM_UP, device=device)
     dist.all_reduce(each, dist.ReduceOp.MAX)
     rounds = min(max(round(seconds / float(each)), LEAST), MOST)
-    found: list[float] = []
+    times: list[float] = []
     dist.barrier()
     before = clock.read()
     for _ in range(rounds):
         collective()
         after = clock.read()
-        found.append(after - before)
+        times.append(after - before)
         before = after
-    return summarize(gather(torch.tensor(found, device=device, dtype=torch.float64)))
+    return summarize(gather(torch.tensor(times, device=device, dtype=torch.float64)))
 
 
 def gather(times: Tensor) -> list[list[float]]:

@@ -42,8 +42,8 @@ def measure(place: Place, seconds: float) -> Calibration:
     share = seconds * (1 - LINKS_SHARE if several else 1) / len(to_time)
     figures = {name: _figure(workload, share, clock, place.device) for name, workload in to_time.items()}
     # Collectives run in threads of their own, which only the wall clock sees.
-    found = _links(place.device, seconds * LINKS_SHARE, wall_clock(place.device)) if several else _no_links()
-    return Calibration(_machine(place, clock_name), Figures(**figures), Links(**found))
+    link_figures = _links(place.device, seconds * LINKS_SHARE, wall_clock(place.device)) if several else _no_links()
+    return Calibration(_machine(place, clock_name), Figures(**figures), Links(**link_figures))
 
 
 def _figure(workload: Workload, seconds: float, clock: Clock, device: torch.device) -> Figure:
@@ -60,7 +60,7 @@ def _figure(workload: Workload, seconds: float, clock: Clock, device: torch.devi
 
 
 def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, LinkFigure]:
-    found: dict[str, LinkFigure] = {}
+    figures: dict[str, LinkFigure] = {}
     how = f"{dist.get_backend()}, {dist.get_world_size()} processes: least squares of relative errors over sizes"
     for kind, times in links.time_links(device, seconds, clock).items():
         try:
@@ -70,8 +70,8 @@ def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, L
                 f"seconds: {seconds:.3g} of them for collectives: {kind}: {error}; times that grow are required. Give "
                 "more --seconds, on a machine that is idle"
             ) from None
-        found[kind.replace("-", "_")] = _link_figure(fitted, times, how)
-    return found
+        figures[kind.replace("-", "_")] = _link_figure(fitted, times, how)
+    return figures
 
 
 def _link_figure(fitted: links.Fitted, times: Mapping[int, Timed], how: str) -> LinkFigure:

@@ -59,22 +59,22 @@ def run(options: Options) -> int:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         torch.manual_seed(0)
-        found = measuring.measure(measuring.Place(device, precision, load), options.seconds)
+        calibration = measuring.measure(measuring.Place(device, precision, load), options.seconds)
         if is_main:
             # Printed first, so that the measurement is not lost if the file cannot be written.
-            print(f"{threads}\n{report.describe(found)}\n", flush=True)
-            _write(options.output, found)
+            print(f"{threads}\n{report.describe(calibration)}\n", flush=True)
+            _write(options.output, calibration)
     finally:
         if several:
             dist.destroy_process_group()
     return 0
 
 
-def _write(path: Path, found: Calibration) -> None:
+def _write(path: Path, calibration: Calibration) -> None:
     from accel_train.cost_model import record
 
     with refuse_unwritable(f"output: {path}"):
-        record.write(path, found)
+        record.write(path, calibration)
     print(f"written: {path}", flush=True)
 
 

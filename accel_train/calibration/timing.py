@@ -53,14 +53,14 @@ def time_rounds(
     began = wall()
     for _ in range(WARM_UP):
         work()
-    found: list[float] = []
+    times: list[float] = []
     before = clock.read()
-    while len(found) < LEAST or (wall() - began < seconds and len(found) < MOST):
+    while len(times) < LEAST or (wall() - began < seconds and len(times) < MOST):
         work()
         after = clock.read()
-        found.append(after - before)
+        times.append(after - before)
         before = after
-    return found
+    return times
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,16 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     timing = _timing(requests, options)
     if timing is not None and options.device_type is None and timing.is_cpu:
         options = replace(options, device_type="cpu")
-    found: list[Simulated] = []
+    simulations: list[Simulated] = []
     for request in requests:
         simulated = _simulate_one(request, options)
         if timing is not None:
             simulated = replace(simulated, timed=timing.of(simulated.counted, is_another=simulated.is_another))
-        found.append(simulated)
-    scaling = scaling_of(found, is_weak=options.micro_batches is not None)
-    text = _text(found, scaling, options)
+        simulations.append(simulated)
+    scaling = scaling_of(simulations, is_weak=options.micro_batches is not None)
+    text = _text(simulations, scaling, options)
     if options.picture is not None:
-        _draw(found[-1], scaling, options.picture, text)
+        _draw(simulations[-1], scaling, options.picture, text)
     return text
 
 
@@ -84,12 +84,12 @@ def _gpus_of_file(request: Launch) -> int | None:
     return machine.num_processes // machine.num_machines
 
 
-def _text(found: Sequence[Simulated], scaling: Scaling | None, options: Options) -> str:
+def _text(simulations: Sequence[Simulated], scaling: Scaling | None, options: Options) -> str:
     if options.as_json:
-        return json.dumps([simulated.as_json(scaling) for simulated in found], indent=2)
-    if len(found) == 1:
-        return describe(found[0])
-    return table(found, scaling)
+        return json.dumps([simulated.as_json(scaling) for simulated in simulations], indent=2)
+    if len(simulations) == 1:
+        return describe(simulations[0])
+    return table(simulations, scaling)
 
 
 def _draw(simulated: Simulated, scaling: Scaling | None, picture: str, text: str) -> None:

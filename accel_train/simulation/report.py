@@ -50,9 +50,9 @@ class Simulated:
         return {**counted, "origins": origins, "notes": list(self.notes), "curve": list(self.curve)}
 
 
-def scaling_of(found: Sequence[Simulated], *, is_weak: bool) -> Scaling | None:
+def scaling_of(simulations: Sequence[Simulated], *, is_weak: bool) -> Scaling | None:
     """Return the scaling over all numbers of processes, None without step times."""
-    points = [simulated.timed.point for simulated in found if simulated.timed is not None]
+    points = [simulated.timed.point for simulated in simulations if simulated.timed is not None]
     if not points:
         return None
     return Scaling(points, is_weak)
@@ -147,18 +147,18 @@ ANOTHER = "*"
 """Marks the efficiency of a simulation with another global batch than the config's."""
 
 
-def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
+def table(simulations: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     """Return a table with one line per number of processes, and notes around it."""
     head = COLUMNS
     if scaling is not None:
         head += TIME_COLUMNS
-    rows = [_row(simulated.counted) + time_cells(simulated.timed, scaling) for simulated in found]
+    rows = [_row(simulated.counted) + time_cells(simulated.timed, scaling) for simulated in simulations]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     # Most notes are the same for every number of processes.
-    lines = list(dict.fromkeys(f"note: {note}" for simulated in found for note in simulated.notes))
-    first = found[0].counted
+    lines = list(dict.fromkeys(f"note: {note}" for simulated in simulations for note in simulated.notes))
+    first = simulations[0].counted
     # The strategy may differ: with a single process, a launch file for several gives another one.
-    strategies = " and ".join(dict.fromkeys(simulated.counted["strategy"] for simulated in found))
+    strategies = " and ".join(dict.fromkeys(simulated.counted["strategy"] for simulated in simulations))
     lines.append(f"one process of each, {strategies}, {first['precision']}; {first['values']:,} parameters")
     for row in (head, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
@@ -166,10 +166,10 @@ def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     lines += [
         "states: parameters, gradients, optimizer state and EMA. gathered and activations: their part of the peak",
         "exact, but for what a process sends in a step: modelled, as a ring",
-        *_offloaded([simulated.counted for simulated in found]),
+        *_offloaded([simulated.counted for simulated in simulations]),
     ]
     if scaling is not None:
-        lines += _scaling(found, scaling)
+        lines += _scaling(simulations, scaling)
     return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, .
     )
 
 
-def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
+def _scaling(simulations: Sequence[Simulated], scaling: Scaling) -> list[str]:
     """Describe the time columns, and up to how many processes more of them pay."""
     first = scaling.points[0]
     compared = scaling.compared()
@@ -212,7 +212,7 @@ def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
     ]
     if any(scaling.is_another(point) for point in scaling.points):
         lines.append(f"{ANOTHER} of another global batch than that of the config, so not compared in what pays")
-    timed = [simulated.timed for simulated in found if simulated.timed is not None]
+    timed = [simulated.timed for simulated in simulations if simulated.timed is not None]
     # Sources are those of the largest run, which spans the most machines.
     largest = max(timed, key=lambda one: one.point.processes)
     return [*lines, *source_lines(largest.device, largest.between), scaling.describe()]

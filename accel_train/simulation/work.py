@@ -34,17 +34,17 @@ class Flops:
         """Add the FLOPs of one operator, and return them."""
         # The registry has one entry for all overloads of an operator.
         packet = func._overloadpacket
-        found = 0
+        operations = 0
         if packet is _FORWARD:
             query, key, value = args[:3]
-            found = sdpa_flop_count(query.shape, key.shape, value.shape)
+            operations = sdpa_flop_count(query.shape, key.shape, value.shape)
         elif packet is _BACKWARD:
             gradient, query, key, value = args[:4]
-            found = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+            operations = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
         elif packet in flop_registry:
-            found = flop_registry[packet](*args, **kwargs, out_val=result)
-        self.total += found
-        return found
+            operations = flop_registry[packet](*args, **kwargs, out_val=result)
+        self.total += operations
+        return operations
 
 
 class WorkCounter:

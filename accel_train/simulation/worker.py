@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     sys.argv[0] = request["recipe"]  # the name in its --help
     report: dict[str, Any]
     try:
-        found, notes = simulate_recipe(**request, place=folder)
-        report = {"counted": dataclasses.asdict(found.counted), "curve": curve(found.ledger), "notes": notes}
+        result, notes = simulate_recipe(**request, place=folder)
+        report = {"counted": dataclasses.asdict(result.counted), "curve": curve(result.ledger), "notes": notes}
         report["is_another"] = any(SUBSTITUTED in note for note in notes)
     except UsageError as error:
         report = {"refused": str(error)}

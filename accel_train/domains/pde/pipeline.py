@@ -210,30 +210,30 @@ class FieldPipeline:
 
     def _shapes(self) -> str:
         """Describe the required input tensors of each task."""
-        found: list[str] = []
+        shapes: list[str] = []
         for task in self.assets.tasks:
             channels, height, width = (task.input_channels, *task.grid)
             flat = f" or (B, {channels}, {width})" if height == 1 else ""
             names = ", ".join(task.parameters)
             own = f", and `parameters` (B, {len(task.parameters)}): {names}" if names else ""
-            found.append(f"{task.name} (B, {channels}, {height}, {width}){flat}{own}")
-        return "; ".join(found)
+            shapes.append(f"{task.name} (B, {channels}, {height}, {width}){flat}{own}")
+        return "; ".join(shapes)
 
     def _checked(self, task: FieldTask, fields: Tensor) -> Tensor:
         """Return fields as (B, C, H, W) fp32 on the CPU."""
-        found = _real("input", fields)
+        checked = _real("input", fields)
         height, width = task.grid
-        if found.dim() == 3 and height == 1:
-            found = found[:, :, None]
+        if checked.dim() == 3 and height == 1:
+            checked = checked[:, :, None]
         required = (task.input_channels, height, width)
-        fits = found.dim() == 4 and tuple(found.shape[1:]) == required
-        if not fits or len(found) == 0:
+        fits = checked.dim() == 4 and tuple(checked.shape[1:]) == required
+        if not fits or len(checked) == 0:
             flat = f", or (B, {task.input_channels}, {width})" if height == 1 else ""
             raise UsageError(
                 f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
                 "on the grid that it was trained on"
             )
-        return found.contiguous()
+        return checked.contiguous()
 
     def _parameters(self, task: FieldTask, values: Tensor | None, count: int) -> Tensor:
         """Return normalised parameters (B, P)."""

@@ -210,8 +210,8 @@ class BothWays:
             noise = rng.normal(self._keys("evaluation/noise", stratum, batch), latent.shape[1:])
             noisy = add_noise(latent, noise, time, self.diffusion)
             # In fp32, because bf16 would round the difference of two latents that are almost equal.
-            found = predicted_x0(predict(noisy, time).float(), noisy, time, self.diffusion)
-            total += (found - latent).square().flatten(1).mean(-1)
+            denoised = predicted_x0(predict(noisy, time).float(), noisy, time, self.diffusion)
+            total += (denoised - latent).square().flatten(1).mean(-1)
         return (total * batch["weight"]).sum() / timesteps
 
     def _keys(self, stream: str, step: int, batch: Batch) -> Tensor:

@@ -84,14 +84,14 @@ class TransformerEncoder:
 
     @cached_property
     def files_hash(self) -> str:
-        found = hash_files(self.folder)
-        if self.weights_hash not in (None, found):
+        digest = hash_files(self.folder)
+        if self.weights_hash not in (None, digest):
             raise UsageError(
                 f"--data.encoder {self.name!r}: its files changed since the latents were made (sha256 "
-                f"{found[:12]}, was {str(self.weights_hash)[:12]}). Give the model that was used, or prepare the "
+                f"{digest[:12]}, was {str(self.weights_hash)[:12]}). Give the model that was used, or prepare the "
                 "data again."
             )
-        return found
+        return digest
 
     @property
     def identity(self) -> str:
@@ -256,8 +256,8 @@ def hash_files(folder: Path) -> str:
     A file is read once, at about a second per GB, and its hash is cached until it changes. Raises ``UsageError``
     without safetensors weights.
     """
-    found = (folder.glob(pattern) for pattern in MODEL_FILES)
-    files = sorted(set(itertools.chain.from_iterable(found)))
+    matches = (folder.glob(pattern) for pattern in MODEL_FILES)
+    files = sorted(set(itertools.chain.from_iterable(matches)))
     if not any(file.suffix == ".safetensors" for file in files):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
         held = "none"

@@ -102,8 +102,8 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
     # The 1e-9 keeps the system solvable if all features are constant.
     gram.diagonal().add_(x.shape[1] * size / len(x) + 1e-9)
     weights = torch.linalg.solve(gram, x.T @ (y - bias))
-    found = (x @ weights + bias).exp()
-    error = float((found - lengths).abs().mean())
+    estimates = (x @ weights + bias).exp()
+    error = float((estimates - lengths).abs().mean())
     return LengthEstimate(weights, bias - float(centre @ weights), error, shortest, longest)
 
 

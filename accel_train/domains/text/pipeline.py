@@ -205,9 +205,9 @@ class TextLatentPipeline:
             batch = self.assets.tokenise(part) | self._keys([text.encode() for text in part])
             batch["latent"] = torch.zeros(len(part), *self.assets.latent_shape)
             both = replace(self.both, seed=seed)
-            found = both.sample_latents({name: values.to(self.device) for name, values in batch.items()})
+            latents = both.sample_latents({name: values.to(self.device) for name, values in batch.items()})
             # Moved to the CPU batch by batch, so that the device holds only one batch.
-            sampled.append(self.assets.denormalise(found.float().cpu()))
+            sampled.append(self.assets.denormalise(latents.float().cpu()))
         return torch.cat(sampled)
 
     def draw(self, captions: str | Sequence[str], *, seed: int = 0) -> list[Image.Image]:

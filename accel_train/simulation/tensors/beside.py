@@ -15,10 +15,10 @@ def tensors_beside(model: nn.Module) -> list[Tensor]:
     weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     # Modules may be in reference cycles, so that unused ones may still exist.
     gc.collect()
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for module in gc.get_objects():
         # By type, not isinstance: asking a proxy object for its class may import modules or warn.
         if issubclass(type(module), nn.Module) and id(module) not in known:
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            found += [tensor for tensor in own if storage_of(tensor) not in weights]
-    return found
+            tensors += [tensor for tensor in own if storage_of(tensor) not in weights]
+    return tensors

@@ -169,14 +169,14 @@ def source_files(file: Path, datasets: Sequence[str]) -> list[Path]:
     if file.suffix == ZARR:
         return []
     with hdf5().File(file, "r") as content:
-        found: dict[Path, None] = {}
+        sources: dict[Path, None] = {}
         for stored in map(content.get, datasets):
-            found[Path(stored.file.filename)] = None
+            sources[Path(stored.file.filename)] = None
             for mapping, source in _sources(stored) if stored.is_virtual else ():
-                found[source] = None
-                found.update(dict.fromkeys(source_files(source, (mapping.dset_name,))))
-    found.pop(file, None)
-    return list(found)
+                sources[source] = None
+                sources.update(dict.fromkeys(source_files(source, (mapping.dset_name,))))
+    sources.pop(file, None)
+    return list(sources)
 
 
 def state_of(file: Path) -> tuple[int, ...]:

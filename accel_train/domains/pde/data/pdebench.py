@@ -63,7 +63,7 @@ def parameter_of(file: Path, content: Any, name: str) -> float:
                 "input of the model: correct the attribute."
             ) from None
     written = re.search(rf"{name}(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?P<rest>.*)", file.name, re.IGNORECASE)
-    if written and not _goes_on(**written.groupdict()):
+    if written and not _has_other_separator(**written.groupdict()):
         return float(written["number"])
     raise UsageError(
         f"--data.path: {file} has no attribute {name!r} (it has {sorted(content.attrs) or 'none'}) and no such number "
@@ -71,7 +71,7 @@ def parameter_of(file: Path, content: Any, name: str) -> float:
     )
 
 
-def _goes_on(number: str, rest: str) -> bool:
+def _has_other_separator(number: str, rest: str) -> bool:
     """Return True for a number whose decimal separator is not a point, as in 0p4, 0,4 and 0_4."""
     # After a decimal point, _2 marks the second file of the same number.
     divided = r"[p,]?\d" + (r"|_\d" * ("." not in number))

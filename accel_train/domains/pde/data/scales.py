@@ -98,17 +98,17 @@ class TrainedScales:
         return next((task for task in self.tasks.tasks if task.name == name), None)
 
 
-def trained_scales(found: WeightsAssets | None, tasks: Sequence[str]) -> TrainedScales | None:
+def trained_scales(weights: WeightsAssets | None, tasks: Sequence[str]) -> TrainedScales | None:
     """Read the tasks that the initial weights were trained on, and compare their names with `tasks`.
 
     Modules are matched to tasks by position. Raises `UsageError` for a resume if the tasks or their order differ, and
     for a new run if the number of tasks differs or a trained task has moved. Returns None without such weights.
     """
-    if found is None:
+    if weights is None:
         return None
-    trained = TrainedScales(found.folder.parent, load_field_assets(found.folder), found.resumes)
+    trained = TrainedScales(weights.folder.parent, load_field_assets(weights.folder), weights.resumes)
     names = [task.name for task in trained.tasks.tasks]
-    if found.resumes and list(tasks) != names:
+    if weights.resumes and list(tasks) != names:
         raise UsageError(
             f"--data.tasks {' '.join(tasks)}: the checkpoint {trained.place} was trained on {' '.join(names)}. To "
             "resume or to evaluate it, the same tasks in the same order are required, whatever --allow says, because "
@@ -148,14 +148,14 @@ def _shapes(task: FieldTask) -> dict[str, object]:
 
 def _differences(trained: FieldTask, task: FieldTask, names: Sequence[str]) -> list[str]:
     """Describe those fields in `names` that differ, with both values."""
-    found: list[str] = []
+    lines: list[str] = []
     for name in names:
         before, now = getattr(trained, name), getattr(task, name)
         # Time steps computed from coordinates may differ in their last digits.
         same_step = name == "dt" and math.isclose(before, now, rel_tol=SAME_STEP)
         if before != now and not same_step:
-            found.append(f"{name} of task {task.name} is {now}, and {before}")
-    return found
+            lines.append(f"{name} of task {task.name} is {now}, and {before}")
+    return lines
 
 
 def _scale_differences(trained: FieldTask, own: FieldTask) -> Iterator[str]:

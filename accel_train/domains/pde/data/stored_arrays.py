@@ -109,10 +109,10 @@ class MappedArray:
             if hasattr(self._map, "madvise"):
                 self._map.madvise(mmap.MADV_DONTNEED)
             self._read_bytes = 0
-        found = self._array[_slice(first), _slice(second)]
+        values = self._array[_slice(first), _slice(second)]
         # Count the entries that a step skips as well: their pages are often read all the same.
-        self._read_bytes += found.nbytes * first.step * second.step
-        return found
+        self._read_bytes += values.nbytes * first.step * second.step
+        return values
 
 
 def _slice(numbers: range) -> slice:
@@ -139,15 +139,15 @@ class ChunkedArray:
 
     def read(self, first: range, second: range) -> Array:
         """Copy rows `first` and entries `second` of the second axis."""
-        found = np.empty((len(first), len(second), *self.shape[2:]), self._dtype)
+        values = np.empty((len(first), len(second), *self.shape[2:]), self._dtype)
         by_first = _by_chunk(first, self._chunk[0])
         by_second = _by_chunk(second, self._chunk[1])
         for row, (to_rows, rows) in by_first.items():
             for column, (to_columns, columns) in by_second.items():
                 key = (self._file, self._dataset, row, column)
                 chunk = self._cache.get(key, lambda at=(row, column): self._decode(*at), lambda array: array.nbytes)
-                found[np.ix_(to_rows, to_columns)] = chunk[np.ix_(rows, columns)]
-        return found
+                values[np.ix_(to_rows, to_columns)] = chunk[np.ix_(rows, columns)]
+        return values
 
     def _decode(self, row: int, column: int) -> Array:
         height, width = self._chunk

@@ -337,13 +337,13 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
 
 def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, partitions: int) -> Ints:
     """Return the usable rows with hashes in part `partition` of `partitions`."""
-    found: list[Ints] = []
+    parts: list[Ints] = []
     for start in range(0, len(keys), ROWS_PER_PARTITION):
         piece = slice(start, start + ROWS_PER_PARTITION)
         # By remainder: equal texts have equal hashes, so they are in the same partition.
         here = (keys[piece] % np.uint64(partitions) == partition) & usable[piece]
-        found.append(start + np.flatnonzero(here))
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        parts.append(start + np.flatnonzero(here))
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def window_notices(texts: ShardTexts, window: int) -> list[str]:
