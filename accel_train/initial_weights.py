@@ -109,14 +109,20 @@ def size_that_fits(opened: Experiment, build: Callable[[], nn.Module]) -> fittin
     return size
 
 
-def load(opened: Experiment, model: nn.Module, base: Mapping[str, Any] | None) -> None:
+def load(
+    opened: Experiment,
+    model: nn.Module,
+    base: Mapping[str, Any] | None,
+    names: Mapping[str, str | None] | None = None,
+) -> None:
     """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Collective.
 
-    ``base`` refers to the files behind ``model``. Raises ``UsageError`` as ``load_initial_weights`` does.
+    ``base`` refers to the files behind ``model``. ``names`` is as in ``load_initial_weights``. Raises ``UsageError``
+    as that does.
     """
     read: Callable[[], None] | None = None
     if opened.run.checkpoint is not None or opened.run.initial_weights is not None:
-        read = partial(load_initial_weights, model, opened.run, base)
+        read = partial(load_initial_weights, model, opened.run, base, names)
     load_once_per_host(opened.accelerator, model, read)
 
 

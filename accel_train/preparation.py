@@ -94,6 +94,7 @@ def prepare(
     freezable: Mapping[str, Sequence[str]] = NOTHING,
     base: PretrainedBase | TrainedBase | None = None,
     example: Example | None = None,
+    names_in_weights: Mapping[str, str | None] | None = None,
 ) -> TrainState:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
@@ -103,7 +104,9 @@ def prepare(
     ``needs`` describes the attention of a model of this package. A transformers or diffusers model has none: its
     library selects the kernel, or ``--attention`` names one that the library has. ``example`` calls such a model on a
     few small inputs, so that the kernel can be checked. ``freezable`` maps each part that is frozen in some steps only
-    to prefixes of its modules. The schedule and the loader are never prepared: both are functions of the step.
+    to prefixes of its modules. ``names_in_weights`` maps each tensor of the model to its name in the weights of
+    ``init_from``, or to None if it keeps its initial value; by default the names are the same. The schedule and the
+    loader are never prepared: both are functions of the step.
 
     Raises ``UsageError`` for options that cannot be obeyed, for a base that has changed since the checkpoint, and for
     a model that was not wrapped as the strategy requires.
@@ -113,12 +116,9 @@ def prepare(
     strategy = strategy_of(accelerator)
     refuse_inexact(config.health, model, strategy, config.precision, config.distributed.comm_hook)
     replicated = has_replicas(accelerator, strategy)
-    reference, base_notices = resolve_base(
-        accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
-    )
     # A sharded module cannot load files of whole tensors, and float8 must find the weights in place.
-    initial_weights.load(opened, model, reference)
-    notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
+    reference, notices = _load_weights(opened, model, base, names_in_weights)
+    notices += name_wrapped_classes(accelerator, model)
     refuse_unshardable(accelerator, model)
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
@@ -147,6 +147,21 @@ def prepare(
     run_info = _run_info(opened, applied, optimizer, choices)
     report = opened.report_directory
     return TrainState(accelerator, model, optimizer, ema, run_info, config.sync, guard, report, reference)
+
+
+def _load_weights(
+    opened: Experiment,
+    model: nn.Module,
+    base: PretrainedBase | TrainedBase | None,
+    names: Mapping[str, str | None] | None,
+) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """Load the weights of the start. Returns the reference to the files behind ``model``, and notices."""
+    config = opened.config
+    reference, notices = resolve_base(
+        opened.accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
+    )
+    initial_weights.load(opened, model, reference, names)
+    return reference, [*notices, *_trained_in_fp32(model)]
 
 
 def _build_guard(opened: Experiment, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:

@@ -38,6 +38,7 @@ from accel_train.domains.pde import (
     pictures,
     pipeline,
     scores,
+    transfer,
     transformer,
 )
 from accel_train.domains.pde.data import rows
@@ -65,7 +66,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.changed", "data.workers"),
-        decides_shapes=DECIDE_SHAPES,
+        decides_shapes=("init_tasks", *DECIDE_SHAPES),
         labels=scores.LABELS,
         decided_by={"nrmse": "min"},
         loads_with=transformer.PdeTransformer,
@@ -80,6 +81,8 @@ class Config(experiment.ExperimentConfig):
     data: PdeDataConfig = field(default_factory=PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
+    init_tasks: tuple[str, ...] | None = None
+    """Task of init_from whose modules each task of data.tasks starts from, or `new`. None: its own, or one alike."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -176,7 +179,8 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    preparing = partial(prepare_pde, config.data, weights=assets_of_weights(config.run_options()))
+    weights = assets_of_weights(config.run_options())
+    preparing = partial(prepare_pde, config.data, weights=weights, init_tasks=config.init_tasks)
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))
@@ -196,7 +200,9 @@ def main(argv: Sequence[str]) -> int:
     shape = operator_learning.model_shape(config.model, data.tasks)
     model = preparation.build_model(opened, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
-    prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
+    freezable = operator_learning.freezable(config.objective, model)
+    names = transfer.names_in_weights(model, opened.run.initial_weights, data.origins)
+    prepared = preparation.prepare(opened, model, needs, freezable, names_in_weights=names)
     optimizer = prepared.optimizer
     run_evaluation = partial(evaluate, config, prepared, data)
     if opened.only_evaluates:

@@ -33,11 +33,17 @@ from accel_train.wording import shortened
 logger = logging.getLogger(__name__)
 
 
-def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | None = None) -> None:
+def load_initial_weights(
+    model: nn.Module,
+    run: Run,
+    base: Mapping[str, Any] | None = None,
+    names: Mapping[str, str | None] | None = None,
+) -> None:
     """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Every rank.
 
     ``base`` refers to the files behind ``model``. A checkpoint without the frozen parameters must refer to the same.
-    Raises ``UsageError`` otherwise.
+    Raises ``UsageError`` otherwise. ``names`` maps each tensor of the model to its name in the weights of
+    ``init_from``, or to None if it keeps its initial value. The rest of those weights is left out.
     """
     if run.checkpoint is not None:
         with run.loading(last=False):
@@ -49,6 +55,9 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
         parameters = peft_layout.by_key_of_peft({name: name for name, _ in model.named_parameters()})
         if folders and parameters:
             _load_adapter(model, run.initial_weights, folders, parameters, base)
+            return
+        if names is not None:
+            _load_some(model, run.initial_weights, names)
             return
         # Another tool's directory may have a manifest.json of its own. Without ours, every parameter is required.
         if manifest.is_checkpoint(run.initial_weights):
@@ -78,6 +87,14 @@ def _load_adapter(
         tensors |= peft_layout.of_whole(found, prefix)
     by_name = {parameters.get(key, key): info for key, info in tensors.items()}
     weights.load_tensors(directory, by_name, model, required=parameters.values())
+
+
+def _load_some(model: nn.Module, directory: Path, names: Mapping[str, str | None]) -> None:
+    tensors = weights.find_tensors(directory, "model")
+    found = {name: tensors[other] for name, other in names.items() if other in tensors}
+    parameters = {name for name, _ in model.named_parameters()}
+    required = {name for name, other in names.items() if other is not None and name in parameters}
+    weights.load_tensors(directory, found, model, required=required)
 
 
 def _read_manifest(directory: Path) -> Mapping[str, Any]:

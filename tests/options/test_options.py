@@ -266,6 +266,7 @@ data.changed
 data.cache_mib
 data.cache_dir
 task_weights
+init_tasks
 objective.autoencode_steps
 objective.freeze_autoencoder
 objective.latent_weight

@@ -190,15 +190,17 @@ def prepare_pde(
     world_size: int = 1,
     barrier: Callable[[], None] | None = None,
     weights: WeightsAssets | None = None,
+    init_tasks: tuple[str, ...] | None = None,
 ) -> FieldData:
     """Prepare the rows of all tasks. Collective: every rank calls it with the same configuration.
 
     Rank 0 generates the data missing from the cache while the others wait. On a host without access to rank 0's cache,
     one process generates a copy. `weights` are the assets saved with the weights that the run starts from: their
-    normalisation is kept. Raises `UsageError` for tasks or data that do not match them.
+    normalisation is kept. `init_tasks` names the task of the weights that each task starts from. Raises `UsageError`
+    for tasks or data that do not match them.
     """
     # First, so that a mismatch is refused before any data are read or generated.
-    trained = trained_scales(weights, config.tasks)
+    trained = trained_scales(weights, config.tasks, init_tasks)
     ledger: Ledger = ()
     if weights is not None and weights.resumes:
         ledger = earlier_ledger(config.changed, weights.folder)

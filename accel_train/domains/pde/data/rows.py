@@ -167,6 +167,9 @@ class FieldData:
     """Record of the data that the resumed run has used before, if data.changed allows changes."""
     generated: bool = False
     """True: samples are drawn independently. False: those of files may be ordered, for example by a parameter."""
+    origins: tuple[int | None, ...] | None = None
+    """For each task, the index of the task of the initial weights whose modules it takes, or None for new modules.
+    None without weights that name their tasks."""
 
     @property
     def strides(self) -> dict[str, int]:
@@ -210,15 +213,17 @@ def build_field_data(
     facts = {name: found.of_split for name, found in of_tasks.items()}
     tasks: list[FieldTask] = []
     of_scales: list[str] = []
-    for number, (name, splits) in enumerate(stored.items()):
+    for name, splits in stored.items():
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
         _refuse_zeros(splits["heldout"][0].part.file, task, facts[name]["heldout"])
-        if trained is not None:
-            trained.refuse_other_shapes(number, task)
-            of_scales += trained.notices(number, task)
-            # The weights were trained with these scales. Other data would give others.
-            task = trained.task_for(task)
         tasks.append(task)
+    origins: tuple[int | None, ...] | None = None
+    if trained is not None:
+        origins = trained.origins(tasks)
+        for origin, task in zip(origins, tasks, strict=True):
+            of_scales += trained.notices(origin, task)
+        # The weights were trained with these scales. Other data would give others.
+        tasks = [trained.task_for(task, origin) for task, origin in zip(tasks, origins, strict=True)]
     assets = FieldAssets(tuple(tasks))
     described = json.dumps([facts, _fingerprinted(assets), time_stride])
     digest = hashlib.sha256(described.encode())
@@ -238,7 +243,7 @@ def build_field_data(
         notices += header_notices(assets.task(name), of_tasks[name].measured)
         notices += scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
-    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger)
+    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger, origins=origins)
 
 
 def _parameters(files: Sequence[StoredFields]) -> Array:

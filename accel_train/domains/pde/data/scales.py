@@ -1,7 +1,7 @@
-"""Normalisation that belongs to trained weights: a run that starts from them keeps it for its own data.
+"""Tasks of trained weights: their normalisation, and the modules that the tasks of a new run start from.
 
 A resume or an evaluation has exactly the tasks of its checkpoint, whatever ``--allow`` says. A new run from the weights
-of another (``init_from``) keeps the scales of the tasks that both have.
+of another (``init_from``) may have other tasks, and keeps the scales of the tasks that both have.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ SHAPE = ("grid", "boundary", "conserved", "dt")
 """The other fields of a task. A new run may differ in them from the weights that it starts from."""
 SAME_STEP = 1e-6
 """Largest relative difference of two steps in time that count as equal."""
+NEW = "new"
+"""Entry of ``init_tasks`` for a task with modules of its own, from initial values."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,17 @@ class TrainedScales:
     tasks: FieldAssets
     resumes: bool
     """False: a new run starts from the weights."""
+    init_tasks: tuple[str, ...] | None = None
+    """Option of that name: for each task of the run a task of the weights, or ``new``. None: `origins` chooses."""
 
-    def task_for(self, task: FieldTask) -> FieldTask:
-        """Return a task of the data with the normalisation of the weights, if they were trained on it.
+    def task_for(self, task: FieldTask, origin: int | None) -> FieldTask:
+        """Return a task of the data with the normalisation of the weights, if it starts from its own modules there.
 
-        Raises `UsageError` for a resume if the task differs in kind or shape from the one in the checkpoint.
+        `origin` is from `origins`. Raises `UsageError` for a resume if the task differs in kind or shape from the one
+        in the checkpoint.
         """
-        trained = self._find(task.name)
-        if trained is None or (not self.resumes and _differences(trained, task, KIND)):
+        trained = None if origin is None else self.tasks.tasks[origin]
+        if trained is None or trained.name != task.name or (not self.resumes and _differences(trained, task, KIND)):
             return task
         scales = {name: getattr(trained, name) for name in SCALES}
         scaled = replace(task, **scales)
@@ -58,30 +63,57 @@ class TrainedScales:
             )
         return scaled
 
-    def refuse_other_shapes(self, number: int, own: FieldTask) -> None:
-        """Raise `UsageError` for a new run if the modules of task `number` differ in shape from the trained ones."""
-        trained = self.tasks.tasks[number]
+    def origins(self, tasks: Sequence[FieldTask]) -> tuple[int | None, ...]:
+        """Return for each task the number of the trained one whose modules it starts from, None for new modules.
+
+        Without ``init_tasks``, a task starts from the trained one of its name. One of a new name starts from the first
+        of the same shapes that no other task starts from. Raises `UsageError` for a task whose modules have other
+        shapes than those of its name, or than those that ``init_tasks`` gives it.
+        """
+        names = [task.name for task in self.tasks.tasks]
+        if self.resumes:
+            return tuple(range(len(names)))
+        wanted = self.init_tasks
+        if wanted is None:
+            wanted = tuple(task.name if task.name in names else "" for task in tasks)
+        chosen = [names.index(name) if name in names else None for name in wanted]
+        for task, number in zip(tasks, chosen, strict=True):
+            if number is not None:
+                self._refuse_other_shapes(task, self.tasks.tasks[number])
+        if self.init_tasks is None:
+            for place, task in enumerate(tasks):
+                if chosen[place] is None:
+                    free = (n for n, other in enumerate(self.tasks.tasks) if n not in chosen and _fits(task, other))
+                    chosen[place] = next(free, None)
+        return tuple(chosen)
+
+    def _refuse_other_shapes(self, own: FieldTask, trained: FieldTask) -> None:
         here, there = _shapes(own), _shapes(trained)
         different = [f"{name} {here[name]} here and {there[name]} there" for name in here if here[name] != there[name]]
-        if self.resumes or not different:
-            return
-        raise UsageError(
-            f"--init_from: task {own.name} would start from the modules of {trained.name} in {self.place}, which have "
-            f"other shapes: {', '.join(different)}. Data alike in these are required, of any grid and time step: bring "
-            "such data, or leave --init_from out."
-        )
+        if different:
+            raise UsageError(
+                f"--init_from: task {own.name} would start from the modules of {trained.name} in {self.place}, which "
+                f"have other shapes: {', '.join(different)}. Data alike in these are required, of any grid and time "
+                f"step: bring such data, or give --init_tasks with {NEW} in the place of {own.name}, for new modules."
+            )
 
-    def notices(self, number: int, own: FieldTask) -> Iterator[str]:
-        """Yield notices about task `number` if scales, modules or grid differ between the trained task and `own`.
+    def notices(self, origin: int | None, own: FieldTask) -> Iterator[str]:
+        """Yield notices about a task: where its modules come from, and differences in scales or grid.
 
-        `own` is the task with the normalisation of its training files. A notice gives both values.
+        `origin` is from `origins`. `own` is the task with the normalisation of its training files.
         """
-        trained = self._find(own.name)
-        if trained is None:
-            other = self.tasks.tasks[number].name
+        others = " ".join(task.name for task in self.tasks.tasks)
+        if origin is None:
             yield (
-                f"{own.name}: not among the tasks of {self.place}: it starts from the modules of {other}, the task in "
-                "its place there, with a normalisation of its own"
+                f"{own.name}: starts with modules of its own from initial values, and with the shared blocks of "
+                f"{self.place}, which was trained on {others}"
+            )
+            return
+        trained = self.tasks.tasks[origin]
+        if trained.name != own.name:
+            yield (
+                f"{own.name}: starts from the modules of {trained.name} in {self.place}, with a normalisation of its "
+                f"own; --init_tasks chooses another task of {others}, or {NEW} modules"
             )
         elif not self.resumes and (different := _differences(trained, own, KIND)):
             yield f"{own.name}: {different[0]} in {self.place}: normalised by its own training files"
@@ -94,19 +126,24 @@ class TrainedScales:
                     f"files: {'; '.join(scales)}"
                 )
 
-    def _find(self, name: str) -> FieldTask | None:
-        return next((task for task in self.tasks.tasks if task.name == name), None)
 
-
-def trained_scales(weights: WeightsAssets | None, tasks: Sequence[str]) -> TrainedScales | None:
+def trained_scales(
+    weights: WeightsAssets | None, tasks: Sequence[str], init_tasks: tuple[str, ...] | None = None
+) -> TrainedScales | None:
     """Read the tasks that the initial weights were trained on, and compare their names with `tasks`.
 
-    Modules are matched to tasks by position. Raises `UsageError` for a resume if the tasks or their order differ, and
-    for a new run if the number of tasks differs or a trained task has moved. Returns None without such weights.
+    Raises `UsageError` for a resume if the tasks or their order differ, and unless ``init_tasks`` names a task of the
+    weights, or ``new``, for each of `tasks`. Returns None without such weights.
     """
+    given = f"--init_tasks {' '.join(init_tasks or ())}"
     if weights is None:
+        if init_tasks is not None:
+            raise UsageError(
+                f"{given}: the tasks of the weights of --init_from are required, from assets/fields.json beside them. "
+                "Give --init_from with a run or a checkpoint of recipes/pde.py, or leave --init_tasks out."
+            )
         return None
-    trained = TrainedScales(weights.folder.parent, load_field_assets(weights.folder), weights.resumes)
+    trained = TrainedScales(weights.folder.parent, load_field_assets(weights.folder), weights.resumes, init_tasks)
     names = [task.name for task in trained.tasks.tasks]
     if weights.resumes and list(tasks) != names:
         raise UsageError(
@@ -115,19 +152,13 @@ def trained_scales(weights: WeightsAssets | None, tasks: Sequence[str]) -> Train
             f"each has modules of its own, found by its place: give --data.tasks {' '.join(names)}, or another "
             "--output_dir for other tasks."
         )
-    start = f"--data.tasks {' '.join(tasks)} with --init_from: {trained.place} was trained on {' '.join(names)}"
-    if len(tasks) != len(names):
-        raise UsageError(
-            f"{start}. Each task has modules of its own, so {len(names)} task(s) are required: give as many, in the "
-            "places that they have there; a task of another name may take the place of one."
-        )
-    moved = [name for number, name in enumerate(tasks) if name in names and names.index(name) != number]
-    if moved:
-        raise UsageError(
-            f"{start}, and a task starts from the modules in its place, which are not those of {moved[0]}. Give "
-            f"trained tasks in the places that they have there (--data.tasks {' '.join(names)}); a task of another "
-            "name may take the place of one."
-        )
+    if not weights.resumes and init_tasks is not None:
+        unknown = [name for name in init_tasks if name not in (*names, NEW)]
+        if unknown or len(init_tasks) != len(tasks):
+            raise UsageError(
+                f"{given}: for each task of data.tasks ({' '.join(tasks)}), in their order, one of {' '.join(names)}, "
+                f"on which {trained.place} was trained, or {NEW} is required. Give {len(tasks)} of these."
+            )
     return trained
 
 
@@ -144,6 +175,10 @@ def _shapes(task: FieldTask) -> dict[str, object]:
         "number of parameters": len(task.parameters),
         "boundary": boundary,
     }
+
+
+def _fits(own: FieldTask, trained: FieldTask) -> bool:
+    return _shapes(own) == _shapes(trained)
 
 
 def _differences(trained: FieldTask, task: FieldTask, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A start from trained weights reads its data with their normalisation, and finds each task's modules by its place."""
+"""A start from trained weights reads its data with their normalisation, and each task finds its modules there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from accel_train.checkpoints.run import WeightsAssets
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
+from accel_train.domains.pde import transfer
 from accel_train.domains.pde.data.assets import FieldTask, load_field_assets
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader, write_fields
@@ -117,22 +120,50 @@ def test_a_resume_needs_the_same_tasks(tmp_path: Path, trained: FieldData, tasks
         prepare(tmp_path / "data", *tasks, weights=weights)
 
 
-def test_a_new_run_starts_each_task_from_the_modules_in_its_place(tmp_path: Path, trained: FieldData) -> None:
+def test_tasks_of_a_new_run_start_from_those_of_their_name(tmp_path: Path, trained: FieldData) -> None:
     weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
-    moved = r"was trained on heat wave, and a task starts .* not those of {}\. .*\(--data\.tasks heat wave\)"
-    with pytest.raises(UsageError, match=moved.format("wave")):
-        prepare(tmp_path / "data", "wave", "heat", weights=weights)
-    with pytest.raises(UsageError, match=moved.format("heat")):
-        prepare(tmp_path / "data", "cold", "heat", weights=weights)
-    with pytest.raises(UsageError, match=r"--data\.tasks wave .*was trained on heat wave\. .* 2 task\(s\)"):
-        prepare(tmp_path / "data", "wave", weights=weights)
+    assert prepare(tmp_path / "data", "wave", "heat", weights=weights).origins == (1, 0)
+    data = prepare(tmp_path / "data", "wave", weights=weights)
+    assert (data.origins, data.tasks) == ((1,), trained.tasks[1:])
     write(tmp_path / "data", "cold", 7.0)
-    data = prepare(tmp_path / "data", "heat", "cold", weights=weights)
-    assert data.tasks == prepare(tmp_path / "data", "heat", "cold").tasks
+    # The one of its name is not free for another.
+    data = prepare(tmp_path / "data", "cold", "heat", weights=weights)
+    assert data.origins == (1, 0)
+    assert data.tasks[0] == prepare(tmp_path / "data", "cold").tasks[0]
     assert data.notices[-1] == (
-        f"cold: not among the tasks of {tmp_path / 'old'}: it starts from the modules of wave, the task in its place "
-        "there, with a normalisation of its own"
+        f"cold: starts from the modules of wave in {tmp_path / 'old'}, with a normalisation of its own; --init_tasks "
+        "chooses another task of heat wave, or new modules"
     )
+    data = prepare(tmp_path / "data", "heat", "cold", "wave", weights=weights)
+    assert data.origins == (0, None, 1)
+    assert data.notices[-1] == (
+        f"cold: starts with modules of its own from initial values, and with the shared blocks of {tmp_path / 'old'}, "
+        "which was trained on heat wave"
+    )
+
+
+def test_init_tasks_chooses_the_modules(tmp_path: Path, trained: FieldData) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
+    write(tmp_path / "data", "cold", 7.0)
+
+    def start(*init_tasks: str, weights: WeightsAssets | None = weights) -> FieldData:
+        config = PdeDataConfig(path=str(tmp_path / "data"), tasks=("heat", "cold"), time_stride=1)
+        return prepare_pde(config, weights=weights, init_tasks=init_tasks)
+
+    assert start("heat", "heat").origins == (0, 0)
+    own = prepare(tmp_path / "data", "heat", "cold")
+    new = start("new", "wave")
+    # A task with new modules has no reason to keep the scales of the old ones.
+    assert (new.origins, new.tasks) == ((None, 1), own.tasks)
+    for wrong in (("heat",), ("heat", "cold")):
+        with pytest.raises(UsageError, match=rf"--init_tasks {' '.join(wrong)}: .*one of heat wave, .* Give 2 of"):
+            start(*wrong)
+    with pytest.raises(UsageError, match=r"--init_tasks heat new: .* Give --init_from with a run"):
+        start("heat", "new", weights=None)
+    write(tmp_path / "data", "cold", boundary="dirichlet")
+    with pytest.raises(UsageError, match=r"task cold would start from the modules of wave .* give --init_tasks with"):
+        start("heat", "wave")
+    assert start("heat", "new").origins == (0, None)
 
 
 def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, trained: FieldData) -> None:
@@ -149,11 +180,11 @@ def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, tra
 
 def test_a_new_run_with_a_task_of_other_shapes_is_told_what_differs(tmp_path: Path, trained: FieldData) -> None:
     weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
-    write(tmp_path / "data", "cold", boundary="dirichlet", dt=0.25, points=16)
+    write(tmp_path / "data", "wave", boundary="dirichlet", dt=0.25, points=16)
     with pytest.raises(UsageError) as error:
-        prepare(tmp_path / "data", "heat", "cold", weights=weights)
+        prepare(tmp_path / "data", "heat", "wave", weights=weights)
     assert str(error.value).startswith(
-        f"--init_from: task cold would start from the modules of wave in {tmp_path / 'old'}, which have other shapes: "
+        f"--init_from: task wave would start from the modules of wave in {tmp_path / 'old'}, which have other shapes: "
         "boundary not periodic here and periodic there. "
     )
 
@@ -236,3 +267,49 @@ def test_no_option_gives_trained_weights_other_scales(tmp_path: Path) -> None:
     assert load_field_assets(saved("tuned", 1) / "assets") == first
     start("tuned", "other", 2, *weights)
     assert load_field_assets(saved("tuned", 2) / "assets") == first
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_start_from_other_tasks_takes_their_modules_by_name(tmp_path: Path) -> None:
+    recipe: Any = import_recipe(find_recipe("pde"))
+    for name in ("heat", "wave"):
+        write(tmp_path / "data", name)
+    write(tmp_path / "data", "walls", boundary="dirichlet")
+    places = ["--data.path", str(tmp_path / "data"), "--data.cache_dir", str(tmp_path / "cache")]
+
+    def start(run: str, tasks: str, *more: str) -> dict[str, Any]:
+        """Return the weights after a step."""
+        words = [*WORDS.replace("heat", tasks).split(), *places, "--output_dir", str(tmp_path / run)]
+        words += ["--log.progress_bar", "off", *more]
+        assert recipe.main(words) == 0
+        return load_file(next((tmp_path / run).rglob("model.safetensors")))
+
+    still = ("--optimizer.lr", "1e-30", "--seed", "5", "--max_steps", "1")
+    old = start("old", "heat wave", "--optimizer.lr", "0.01", "--max_steps", "1")
+    new = start("new", "walls wave heat", "--init_from", str(tmp_path / "old"), *still)
+    untrained = start("untrained", "walls wave heat", *still)
+    moved = {"1": "1", "2": "0"}
+    taken = 0
+    for name, value in new.items():
+        module = next((m for m in transfer.OF_TASK if name.startswith(f"{m}.")), None)
+        there = name
+        if module is not None:
+            number, _, rest = name.removeprefix(f"{module}.").partition(".")
+            there = f"{module}.{moved[number]}.{rest}" if number in moved else ""
+        taken += there != name
+        torch.testing.assert_close(value, old[there] if there else untrained[name], rtol=0, atol=1e-20)
+    assert taken > 20
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_residual_network_may_be_added_to_trained_weights(tmp_path: Path) -> None:
+    recipe: Any = import_recipe(find_recipe("pde"))
+    write(tmp_path / "data", "heat")
+    places = ["--data.path", str(tmp_path / "data"), "--data.cache_dir", str(tmp_path / "cache")]
+    words = [*WORDS.split(), *places, "--log.progress_bar", "off"]
+    assert recipe.main([*words, "--output_dir", str(tmp_path / "old"), "--max_steps", "1"]) == 0
+    residual = ["--model.residual_depth", "1", "--objective.residual_from", "2", "--max_steps", "3"]
+    start = ["--output_dir", str(tmp_path / "new"), "--init_from", str(tmp_path / "old"), *residual]
+    assert recipe.main([*words, *start]) == 0
+    log = (tmp_path / "new" / "logs" / "rank_0.log").read_text()
+    assert "the residual network starts from initial values, and not from" in log
