@@ -167,7 +167,9 @@ def _exchange(temporary: Path, final: Path) -> None:
     libc = ctypes.CDLL(None)
     one = os.fsencode(temporary)
     other = os.fsencode(final)
-    if libc.renameat2(AT_FDCWD, one, AT_FDCWD, other, RENAME_EXCHANGE) == 0:
+    # Absent from a libc older than this call of the kernel.
+    exchange = getattr(libc, "renameat2", None)
+    if exchange is not None and exchange(AT_FDCWD, one, AT_FDCWD, other, RENAME_EXCHANGE) == 0:
         return
     aside = final.with_name(temporary_name(0, new_nonce(), "trash"))
     os.rename(final, aside)

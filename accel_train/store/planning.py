@@ -112,7 +112,7 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     # Collections that are not spread come first. Those that are spread then even out the load.
     in_order = sorted(enumerate(collections), key=lambda item: item[1].spread)
     for index, collection in in_order:
-        names = set(collection.names or elements)
+        names = set(elements if collection.names is None else collection.names)
         sizes: dict[str, int] = {}
         for name, count in elements.items():
             if name in names:
