@@ -11,9 +11,11 @@ from statistics import fmean, median
 from typing import Literal
 
 from accel_train.compare.runs import Line, Run
+from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import ROUNDS_FOR_LEVEL, Estimate, estimate
 from accel_train.metrics.gates import ratio
 from accel_train.metrics.progress import OWN, TERM
+from accel_train.wording import shortened
 
 # A training line's throughput covers at least this many steps, in whole log intervals (docs/metrics.md).
 WINDOW_STEPS = 50
@@ -72,12 +74,19 @@ class Effect:
 def window_of(runs: Sequence[Run]) -> Window:
     """Return the steps measured in every run: between common log lines, after the first quarter of the steps.
 
-    If no common line follows the first quarter, the last one before the end is the start.
+    If no common line follows the first quarter, the last one before the end is the start. Raises ``UsageError`` for
+    runs without a common line.
     """
     logged = [{int(line["step"]) for line in run.lines} for run in runs]
     # Only steps that every run has logged can be compared: a variant may log at other steps.
     common = sorted(set.intersection(*logged))
-    last = common[-1] if common else 0
+    if not common:
+        steps = [f"{run.letter}: step {shortened([str(line['step']) for line in run.lines], 3)}" for run in runs]
+        raise UsageError(
+            f"log.log_every: no step was logged by every run ({'; '.join(steps)}), and only common ones are compared; "
+            "give one that divides the number of steps of each variant, such as --log.log_every 1"
+        )
+    last = common[-1]
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
     # After the first quarter, compilation is done, caches are warm and buffers no longer grow.

@@ -827,6 +827,14 @@ def test_the_steps_that_are_measured(logged: tuple[Sequence[int], ...], first: i
     assert figures.window_of(runs) == figures.Window(first, points[-1], points)
 
 
+def test_runs_without_a_common_log_line_are_refused() -> None:
+    runs = [run_of([{"step": step, "step_seconds": 1.0} for step in steps]) for steps in ((3,), (2, 4, 5, 6, 7))]
+    with pytest.raises(
+        UsageError, match=r"every run \(A: step 3; A: step 2, 4, 5 and 2 more\).*such as --log\.log_every 1"
+    ):
+        figures.window_of(runs)
+
+
 def test_loss_at_equal_time() -> None:
     def line(step: int, seconds: float) -> dict[str, Any]:
         return {"step": step, "step_seconds": seconds, "elapsed_seconds": step * seconds, "loss": 1 / step}

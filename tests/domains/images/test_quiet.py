@@ -23,6 +23,21 @@ def test_optional_packages_are_not_named_and_errors_are(name: str, caplog: pytes
     assert logger.getEffectiveLevel() == level
 
 
+def test_a_block_inside_another_leaves_its_bars_off() -> None:
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    def bars() -> list[bool]:
+        return [library.is_progress_bar_enabled() for library in (of_diffusers, of_transformers)]
+
+    before = bars()
+    with quiet():
+        with quiet():
+            pass
+        assert bars() == [False, False]
+    assert bars() == before
+
+
 @pytest.mark.slow  # the import of diffusers; each logger that it would write by is silenced above
 def test_an_import_of_diffusers_writes_nothing() -> None:
     code = """

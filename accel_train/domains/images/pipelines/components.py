@@ -48,15 +48,17 @@ def quiet() -> Generator[None]:
 
     level = of_diffusers.get_verbosity()
     of_diffusers.set_verbosity_error()
-    of_diffusers.disable_progress_bar()
-    of_transformers.disable_progress_bar()
+    # Bars that are off already stay off behind this block.
+    with_bars = [library for library in (of_diffusers, of_transformers) if library.is_progress_bar_enabled()]
+    for library in with_bars:
+        library.disable_progress_bar()
     try:
         with without_notices_of_imports():
             yield
     finally:
         of_diffusers.set_verbosity(level)
-        of_diffusers.enable_progress_bar()
-        of_transformers.enable_progress_bar()
+        for library in with_bars:
+            library.enable_progress_bar()
 
 
 def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
