@@ -212,7 +212,7 @@ def report(found: Blame, top: int) -> list[str]:
             )
     else:
         lines.append(
-            f"distance: of the log gradient norm from the median {middle:.4g} of {len(found.samples)} samples, in "
+            f"distance: of the log gradient norm from the median {middle:.4g} of {usual} samples, in "
             f"units of {suspects.NORMAL} MAD; a suspect is beyond {found.limit:g}"
         )
     if found.as_recorded:

@@ -46,9 +46,14 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
         places = torch.arange(begin + 1, begin + 1 + part.numel(), device=part.device)
         mixed = part + places * STRIDE
         for shift, factor in MIXING:
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += (mixed ^ (mixed >> 31)).sum()
+            mixed = (mixed ^ _shifted(mixed, shift)) * factor
+        total += (mixed ^ _shifted(mixed, 31)).sum()
     return total
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    # Without the mask the sign would fill the upper bits, and a number would hash as its complement.
+    return (values >> by) & ((1 << (64 - by)) - 1)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,11 @@ class History:
         # Counted first, so that the message and a later look at the counts agree.
         if self.in_a_row > self._max_in_a_row:
             steps = "; ".join(f"{each.finding}, samples {each.suspects}" for each in self._row)
+            # Only the counts of a checkpoint come back with a resume.
+            earlier = self.in_a_row - len(self._row)
+            since = f" ({earlier} of them before the resume)" if earlier else ""
             raise NonFiniteError(
-                f"{self.in_a_row} steps in a row were skipped, and health.max_skipped allows {self._max_in_a_row}; the "
+                f"{self.in_a_row} steps in a row were skipped{since}, and health.max_skipped allows {self._max_in_a_row}; the "
                 f"last checkpoint is untouched. {steps}. Look at those samples, lower the learning rate, or start "
                 "again with a larger --health.max_skipped"
             )

@@ -219,5 +219,5 @@ def _unlike(group: Sequence[int], sums: Sequence[int]) -> tuple[list[int], bool]
     counts: Mapping[int, int] = Counter(sums[process] for process in group)
     usual = max(counts, key=lambda each: counts[each])
     if 2 * counts[usual] <= len(group):
-        return list(group), len(group) == 1
+        return list(group), False
     return [process for process in group if sums[process] != usual], True

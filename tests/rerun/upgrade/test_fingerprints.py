@@ -44,6 +44,12 @@ def test_values_are_told_apart_where_they_are_equal_or_change_places() -> None:
     assert hashed(a) != hashed(b)
 
 
+def test_a_number_and_its_complement_are_told_apart() -> None:
+    # The mixing begins at 0 for the first of these in the first place, and at -1 for the second.
+    one, two = 7046029254386353131, 7046029254386353130
+    assert hashed(torch.tensor([one])) != hashed(torch.tensor([two]))
+
+
 def test_neither_strides_nor_the_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     wanted = hashed(tensor)

@@ -56,7 +56,7 @@ class DataConfig:
     """Held-out rows: any source accepted by `path`, or split=NAME, another split of `path`. None: heldout_fraction of
     `path`."""
     heldout_fraction: FractionBelowOne = 0.04
-    """Share of rows held out for evaluation, by a hash of their words; one at least. No effect with heldout_path."""
+    """Share of rows held out for evaluation, by a hash of their words; one at least. Not with heldout_path."""
     changed: Changed = "refuse"
     """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
     the tokenizer of the checkpoint; its assets/ledger.json records which data were used from which step."""
