@@ -49,9 +49,9 @@ class History:
             earlier = self.in_a_row - len(self._row)
             since = f" ({earlier} of them before the resume)" if earlier else ""
             raise NonFiniteError(
-                f"{self.in_a_row} steps in a row were skipped{since}, and health.max_skipped allows {self._max_in_a_row}; the "
-                f"last checkpoint is untouched. {steps}. Look at those samples, lower the learning rate, or start "
-                "again with a larger --health.max_skipped"
+                f"{self.in_a_row} steps in a row were skipped{since}, and health.max_skipped allows "
+                f"{self._max_in_a_row}; the last checkpoint is untouched. {steps}. Look at those samples, lower the "
+                "learning rate, or start again with a larger --health.max_skipped"
             )
 
     def leave_out(self) -> None:
