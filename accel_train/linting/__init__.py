@@ -1,1 +1,1 @@
-"""Rules about combinations of options, launch file, environment and host that start, and are rarely meant."""
+"""Rules about valid but rarely intended combinations of options, launch file, environment and host."""

@@ -25,9 +25,10 @@ writing it takes 8 ms at 3 TB/s."""
 
 
 def divides_a_large_update(trained_bytes: float, micro_batches: int) -> bool:
-    """Tell if shards on one machine pay although ``trained_bytes``, the state less frozen weights, fit each device.
+    """Tell if sharding within one machine pays off although the training state fits on each device.
 
-    With a single micro-batch gathers cost no more than DDP's reduction.
+    ``trained_bytes`` is the state without frozen weights. With a single micro-batch per step, gathers cost no more than
+    DDP's reduction.
     """
     return trained_bytes >= LARGE_UPDATE_BYTES and micro_batches == 1
 
@@ -48,23 +49,23 @@ class Device:
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes and sharding, from the launch file or as they came up."""
+    """Processes and sharding, from the launch file or from the running processes."""
 
     strategy: str = "single"
     """single, ddp, fsdp2, zero1, zero2 or zero3."""
     processes: int = 1
-    """Over all machines."""
+    """Number of processes over all machines."""
     machines: int = 1
     device: str = "cpu"
     """cpu, or the type of the accelerators."""
     offload: bool = False
-    """FSDP2 or ZeRO keep optimizer or weights in host memory."""
+    """True if FSDP2 or ZeRO keep optimizer or weights in host memory."""
     reshard_after_forward: bool = True
     replicate_size: int | None = None
-    """FSDP2: groups that shard by themselves. None: all processes are one group."""
+    """FSDP2: number of replicas, each a group of processes that shards alone. None: all processes are one group."""
     debug: bool = False
     chosen_devices: bool = False
-    """The launch file names the devices."""
+    """True if the launch file names the devices."""
 
     @property
     def local_processes(self) -> int:
@@ -89,14 +90,14 @@ class Host:
     """The machine of this process. None stands for unknown."""
 
     cores: int = 1
-    """Usable by this process: affinity and quota."""
+    """Cores usable by this process, by affinity and quota."""
     all_cores: int = 1
     memory_bytes: int | None = None
     """Memory of the host, or the limit of its cgroup."""
     shared_memory_bytes: int | None = None
     open_files: float | None = None
     core_file_bytes: float = 0
-    """Largest core file written beside the program. 0 if none, or if the system pipes them elsewhere."""
+    """Maximum size of a core file. 0 if none is written, or if the system pipes it to a program."""
     locked_memory_bytes: float = math.inf
     interfaces: tuple[str, ...] = ()
     has_infiniband: bool = False
@@ -104,11 +105,11 @@ class Host:
     output: Disk = field(default_factory=Disk)
     compile_cache_filesystem: str = ""
     forks: bool = True
-    """DataLoader workers are forked: Python's default on Linux before 3.14."""
+    """True if DataLoader workers are forked, which is Python's default on Linux before 3.14."""
     has_fast_bf16: bool = True
-    """torch's bf16 products on the CPU are those of oneDNN. Of GPUs the capability tells."""
+    """True if torch computes bf16 matrix products on this CPU by oneDNN. For GPUs see ``Device.capability``."""
     seconds_left: float | None = None
-    """Until the scheduler ends the job."""
+    """Seconds until the scheduler ends the job."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Facts:
     """Weights on a device that are not trained, such as the base of adapters, once the model is counted."""
 
     def option(self, name: str, default: Any = None) -> Any:
-        """Return an option's value. The default stands for an option missing from this recipe."""
+        """Return an option's value, or ``default`` if this recipe has no such option."""
         return self.options.get(name, default)
 
     def number(self, name: str) -> float:
@@ -156,8 +157,8 @@ class Facts:
 
     @property
     def steps(self) -> int | None:
-        """Length of the run, None if it depends on data not open yet."""
-        # max_steps needs no data, so such a run is judged from the start on.
+        """Length of the run in optimizer steps. None if it depends on data that are not open yet."""
+        # max_steps needs no data, so a run with it is judged at the start already.
         steps = self.option("max_steps")
         if steps is not None:
             return int(steps)
@@ -168,8 +169,8 @@ class Facts:
 
     @property
     def batch_schedule(self) -> BatchScheduleConfig:
-        """Samples per step by the given steps. What measured noise will lead to is not known before."""
-        # Here, because it imports torch, and a rule is explained without.
+        """Schedule of the batch size by the given steps. Growth by measured noise is not known in advance."""
+        # Imported here, because it imports torch, which explaining a rule does not need.
         from accel_train.data.options import BatchScheduleConfig
 
         steps = tuple(self.option("batch_schedule.steps", ()))
@@ -177,7 +178,7 @@ class Facts:
 
     @property
     def samples_per_step(self) -> float:
-        """Mean over the run. That of global_batch_size while the length of the run is not known."""
+        """Mean samples per step over the run. ``global_batch_size`` while the length of the run is not known."""
         first = int(self.number("global_batch_size"))
         if not self.steps:
             return first

@@ -1,4 +1,4 @@
-"""A rule of the linter, and its finding."""
+"""Rules of the linter, and their findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change values in a person's YAML file, and nothing else: comments, order and spaces stay."""
+"""Change values in a user's YAML file and nothing else: comments, order and spaces stay."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _NoPlaceError(ValueError):
 
 
 def with_values(path: Path, text: str, changes: Mapping[str, object]) -> str:
-    """Return the text of a YAML file with other values of dotted options.
+    """Return the text of a YAML file with the values of dotted options changed.
 
-    The result is read again and compared. Raises ``UsageError`` if an option cannot be changed by an edit of its line.
+    The result is parsed again and compared. Raises ``UsageError`` if an option cannot be changed by editing its line.
     """
     for option, value in changes.items():
         try:
-            # Read again after each edit: an edit that changes anything else is refused, and the person writes the line.
+            # Parsed again after each edit: an edit that changes anything else is refused, and the user has to make it.
             edited = _with_value(text, option.split("."), value)
             expected = flatten(parse_yaml(path, text).values) | {option: value}
             if flatten(parse_yaml(path, edited).values) != expected:
@@ -52,13 +52,13 @@ def _with_value(text: str, parts: Sequence[str], value: object) -> str:
         if child is None:
             return _with_entry(text, node, _entry(parts[depth:], value))
         node = child
-    # A list of lines ends wherever the next key begins.
+    # A block list or mapping has no end of its own: it ends where the next key begins.
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         raise _NoPlaceError
     start = node.start_mark.index
     end = node.end_mark.index
     written = _written(value)
-    # An empty value stands directly behind its colon.
+    # An empty value begins directly after its colon.
     if text[start - 1] == ":":
         written = f" {written}"
     return text[:start] + written + text[end:]
@@ -84,12 +84,12 @@ def _written(value: object) -> str:
     if isinstance(value, (list, tuple)):
         # In brackets, because a block list would take several lines.
         return f"[{', '.join(_written(item) for item in value)}]"
-    # Through a mapping, because the writer of the config quotes values, and writes whole mappings only.
+    # Through a mapping, because the config writer, which quotes values, writes whole mappings only.
     return tree_text({"k": value}).removeprefix("k:").strip()
 
 
 def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
-    """Add an entry to a mapping: at the front of one in braces, else in a line of its own behind the last."""
+    """Add an entry to a mapping: first if it is in braces, else on its own line after the last entry."""
     if node.flow_style:
         start = node.start_mark.index + 1
         separator = ", " if node.value else ""
@@ -98,7 +98,7 @@ def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
     newline = "\r\n" if "\r\n" in text else "\n"
     first_key, _ = node.value[0]
     indent = " " * first_key.start_mark.column
-    # The end of that line, so that a comment behind the last value stays with it.
+    # The end of the line, so that a comment after the last value stays with it.
     end = text.find(newline, _end_of(node))
     if end == -1:
         end = len(text)
@@ -106,7 +106,7 @@ def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
 
 
 def _end_of(node: yaml.Node) -> int:
-    """Return the offset behind the last value of a node. Marks of a block lie behind the comments below it."""
+    """Return the end offset of the last value of a node. The end mark of a block is after the comments below it."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style:
         # A block collection is never empty: YAML writes an empty one in flow style.
         last = node.value[-1]
@@ -115,28 +115,28 @@ def _end_of(node: yaml.Node) -> int:
 
 
 def unused_copy(path: Path) -> Path:
-    """Return the place for the former file: ``FILE.orig``, or ``FILE.orig.1`` and so on after earlier fixes."""
-    # A link stays a link.
+    """Return an unused path for the original file: ``FILE.orig``, or ``FILE.orig.1`` and so on after earlier fixes."""
+    # Resolved, so that a link stays a link.
     first = path.resolve().with_name(f"{path.resolve().name}.orig")
     later = (first.with_name(f"{first.name}.{number}") for number in itertools.count(1))
     return next(place for place in itertools.chain([first], later) if not place.exists())
 
 
 def fix_file(path: Path, changes: Mapping[str, object], copy: Path) -> str:
-    """Change values in a file, keep the former one as ``copy``, and return the difference.
+    """Change values in a file, keep the original as ``copy``, and return the diff.
 
-    Both are written whole or not at all. If there is ``copy`` already, the changes are made to its content. Raises the
-    errors of ``with_values``, before anything is written.
+    Each file is written atomically. If ``copy`` exists already, the changes are made to its content. Raises the errors
+    of ``with_values``, before anything is written.
     """
     path = path.resolve()
     has_copy = copy.exists()
     # Bytes, because reading as text would change the ends of lines.
     before = copy.read_bytes() if has_copy else path.read_bytes()
     text = before.decode("utf-8")
-    # The reader of YAML drops the mark of an editor on Windows, so the edit does too, and it is put back.
+    # The YAML reader drops the byte order mark of Windows editors, so the edit does too, and it is put back.
     mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
     after = mark + with_values(path, text.removeprefix(mark), changes)
-    # The copy first: a crash between the two leaves the former content twice, never not at all.
+    # The copy first: a crash between the two writes leaves the original content twice and never loses it.
     if not has_copy:
         replace_file(copy, before)
         # A replaced file is a new one, with default permissions.

@@ -24,7 +24,7 @@ CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 INTERFACES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 MOUNTS = Path("/proc/mounts")
-# More cores than any rule could miss.
+# So many cores that no rule finds them too few.
 UNLIMITED = 10**6
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -39,7 +39,7 @@ def facts_of(
     parameters: int | None = None,
     frozen_bytes: int = 0,
 ) -> Facts:
-    """Put the facts of a start together."""
+    """Assemble the facts of a start."""
     options = flatten(to_tree(config))
     return Facts(
         options=options,
@@ -54,8 +54,8 @@ def facts_of(
 
 
 def layout_of_file(machine: MachineConfig, *, has_devices: bool) -> Layout:
-    """Return the layout asked for by a launch file."""
-    # Any other type names accelerators, wherever it is checked. These two take one only if it is there.
+    """Return the layout that a launch file asks for."""
+    # Any other type means accelerators, even if this host has none. These two use one only if it is there.
     needs_devices = machine.distributed_type not in ("NO", "MULTI_CPU")
     on_cpu = machine.use_cpu or not (needs_devices or has_devices)
     return _layout(
@@ -78,11 +78,11 @@ def facts_of_start(config: Any, accelerator: Any, **sizes: Any) -> Facts:
     command_lines = parent_command_lines()
     requested = read_request(os.environ, command_lines)
     environment = dict(os.environ)
-    # Set by a launcher, it is not obeyed, and a run on CPUs chooses its own number.
+    # A number set by a launcher is ignored: a run on CPUs chooses its own.
     if not threads.asked(environment, launcher_flags(command_lines)):
         environment.pop(THREADS_VARIABLE, None)
     processes = int(accelerator.num_processes)
-    # Set by torchrun. Without it the processes are those of one machine.
+    # Set by torchrun. Without it all processes are on one machine.
     local = int(environment.get("LOCAL_WORLD_SIZE", processes))
     layout = _layout(
         requested.machine,
@@ -96,7 +96,7 @@ def facts_of_start(config: Any, accelerator: Any, **sizes: Any) -> Facts:
 
 
 def unknown_host() -> Host:
-    """Return an unknown host, without a finding by any rule."""
+    """Return an unknown host, for which no rule has a finding."""
     return Host(cores=UNLIMITED, all_cores=UNLIMITED)
 
 
@@ -113,7 +113,7 @@ def _layout(machine: MachineConfig | None, *, strategy: str, processes: int, mac
             replicate = machine.fsdp.dp_replicate_size
         if machine.deepspeed is not None:
             places = (machine.deepspeed.offload_optimizer_device, machine.deepspeed.offload_param_device)
-            # The reader allows none and cpu alone.
+            # The reader of launch files allows only none and cpu.
             offload = "cpu" in places
     return Layout(
         strategy=strategy,
@@ -131,7 +131,7 @@ def _layout(machine: MachineConfig | None, *, strategy: str, processes: int, mac
 def read_host(output_dir: str, environment: Mapping[str, str]) -> Host:
     """Read the facts of this host."""
     cores, _ = usable_cores()
-    # The soft limits: those stop a process.
+    # The soft limits are the ones that stop a process.
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Host(
@@ -156,7 +156,7 @@ def read_host(output_dir: str, environment: Mapping[str, str]) -> Host:
 
 
 def has_fast_bf16() -> bool:
-    """Tell if torch computes bf16 products on this CPU by oneDNN, and not by loops many times slower than fp32."""
+    """Tell if torch computes bf16 products on this CPU by oneDNN, rather than by loops many times slower than fp32."""
     import torch
 
     # torch asks the same before each product.
@@ -165,7 +165,7 @@ def has_fast_bf16() -> bool:
 
 
 def visible_devices() -> tuple[Device, ...]:
-    """Return the CUDA devices visible to this process. Imports torch, as every recipe has done before."""
+    """Return the CUDA devices visible to this process. Imports torch, as every recipe has already done."""
     import torch
 
     found: list[Device] = []
@@ -201,7 +201,7 @@ def _size_of(path: Path) -> int | None:
         status = os.statvfs(path)
     except OSError:
         return None
-    # Its size, not the free part: other processes use it for a moment only.
+    # Its size rather than the free part, which other processes use only briefly.
     return status.f_blocks * status.f_frsize
 
 
@@ -228,7 +228,7 @@ def _disk(path: Path, environment: Mapping[str, str]) -> Disk:
 
 
 def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of a path's filesystem, empty if the system does not say."""
+    """Return the type of a path's filesystem, empty if the system does not report it."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:

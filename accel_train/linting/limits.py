@@ -36,15 +36,15 @@ def small_shared_memory(facts: Facts) -> Finding | None:
 
 
 def _read_ahead(facts: Facts) -> int:
-    """Micro-batches waiting for one training process."""
+    """Return the number of micro-batches that wait for one training process."""
     # 2 is torch's default.
     each = facts.option("loader.prefetch_factor") or 2
     return facts.workers * int(each)
 
 
 def workers_above_cores(facts: Facts) -> Finding | None:
-    """`loader.num_workers` counts reading processes of each training process. More of them than cores wait for each
-    other, and for the training processes.
+    """`loader.num_workers` counts the reading processes of each training process. If there are more of them than cores,
+    they wait for each other and for the training processes.
     """
     asked = facts.option("loader.num_workers")
     total = facts.workers * facts.layout.local_processes
@@ -107,7 +107,7 @@ def core_files(facts: Facts) -> Finding | None:
 
 
 def deep_read_ahead(facts: Facts) -> Finding | None:
-    """Read-ahead hides uneven reading times. Beyond some micro-batches it only takes shared memory."""
+    """Read-ahead hides uneven reading times. Beyond a few micro-batches it only takes shared memory."""
     waiting = _read_ahead(facts)
     # Without prefetch_factor the number of workers is the cause, and has its own rules.
     if waiting <= MANY_READ_AHEAD or facts.option("loader.prefetch_factor") is None:
@@ -150,8 +150,8 @@ def no_bf16(facts: Facts) -> Finding | None:
 
 
 def bf16_on_old_cpu(facts: Facts) -> Finding | None:
-    """torch has fast bf16 products on CPUs with AVX-512 or bf16 units. On another, a step of a transformer took 19
-    times as long as in fp32.
+    """torch has fast bf16 products on CPUs with AVX-512 or bf16 units. On a CPU without them, a step of a transformer
+    took 19 times as long as in fp32.
     """
     if facts.on_gpu or facts.option("precision") != "bf16" or facts.host.has_fast_bf16:
         return None
@@ -218,7 +218,7 @@ def output_in_container(facts: Facts) -> Finding | None:
 
 def output_on_object_store(facts: Facts) -> Finding | None:
     """A checkpoint is committed by renaming its directory. Object stores mounted as a filesystem copy every file for
-    that, one after another, so a checkpoint may be seen half.
+    that, one after another, so an incomplete checkpoint may be visible.
     """
     kind = facts.host.output.filesystem
     if kind not in OBJECT_STORES:
@@ -246,7 +246,7 @@ def output_not_shared(facts: Facts) -> Finding | None:
 
 
 def disk_nearly_full(facts: Facts) -> Finding | None:
-    """A save without space fails, and with `checkpoints.on_error: stop` the run with it."""
+    """A save without free space fails, and with `checkpoints.on_error: stop` the run fails with it."""
     free = facts.host.output.free_bytes
     # A fixed bound, because the model is not counted yet. `checkpoints_above_disk` compares with its size.
     if free is None or free >= FEW_BYTES_FREE or facts.is_trial:
@@ -282,8 +282,8 @@ def checkpoints_above_disk(facts: Facts) -> Finding | None:
 
 
 def host_memory_of_offload(facts: Facts) -> Finding | None:
-    """Offload holds 16 bytes per parameter in host memory over all processes of a machine, and a save in the background
-    as much again for its snapshot.
+    """Offload holds 16 bytes per parameter in host memory over all processes of a machine. A save in the background
+    takes as much again for its snapshot.
     """
     memory = facts.host.memory_bytes
     if not facts.layout.offload or facts.parameters is None or memory is None:
@@ -311,7 +311,7 @@ def time_limit(facts: Facts) -> Finding | None:
     if left is None or facts.option("checkpoints.save_every") or facts.option("checkpoints.save_every_epochs"):
         return None
     given = facts.option("checkpoints.save_every_minutes")
-    # 10 is the default where no other interval is given.
+    # 10 is the default if no other interval is given.
     minutes = 10.0 if given is None else float(given)
     if minutes and minutes * 60 < left:
         return None

@@ -63,12 +63,12 @@ def infiniband_off(facts: Facts) -> Finding | None:
 
 
 def peer_to_peer_off(facts: Facts) -> Finding | None:
-    """NCCL_P2P_DISABLE=1 sends what devices of one machine exchange through host memory. Launchers set it on cards of
-    the RTX 40 series with drivers before 550.40.07; elsewhere it is left over from a search for an error.
+    """With NCCL_P2P_DISABLE=1 the devices of one machine exchange data through host memory. Launchers set it on cards
+    of the RTX 40 series with drivers before 550.40.07. Elsewhere it is usually left over from debugging.
     """
     if not _over_nccl(facts) or facts.variable("NCCL_P2P_DISABLE") != "1" or facts.layout.local_processes == 1:
         return None
-    # Peer-to-peer fails there with older drivers, so somebody may have switched it off for good reason.
+    # Peer-to-peer fails on these with older drivers, so it may be switched off for good reason.
     if any("RTX 40" in device.name for device in facts.host.devices):
         return None
     return Finding(
@@ -80,15 +80,15 @@ def peer_to_peer_off(facts: Facts) -> Finding | None:
 
 
 def missing_interface(facts: Facts) -> Finding | None:
-    """gloo takes the interfaces of GLOO_SOCKET_IFNAME by their names, NCCL those of NCCL_SOCKET_IFNAME by a prefix,
-    or by the name behind `=`. Without a match both stop when the processes connect. Names differ between machines.
+    """GLOO_SOCKET_IFNAME has full names of interfaces. NCCL_SOCKET_IFNAME has prefixes, or full names after `=`.
+    Without a match gloo or NCCL stops when the processes connect. Names differ between machines.
     """
     if facts.layout.processes == 1 or not facts.host.interfaces:
         return None
     for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
         # Not `Facts.variable`, which lowers the case: names of interfaces are case-sensitive.
         value = facts.environment.get(variable, "")
-        # With ^ NCCL takes all other interfaces.
+        # After ^ NCCL takes all interfaces but the named ones.
         if not value or value.startswith("^"):
             continue
         # The two libraries read the same form of value by different rules.
@@ -103,7 +103,7 @@ def missing_interface(facts: Facts) -> Finding | None:
 
 
 def loopback_between_machines(facts: Facts) -> Finding | None:
-    """The loopback interface reaches the own machine only."""
+    """The loopback interface of a machine reaches that machine only."""
     if facts.layout.machines == 1:
         return None
     for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
@@ -132,8 +132,8 @@ def collective_timeout_disarmed(facts: Facts) -> Finding | None:
 
 
 def monitoring_off(facts: Facts) -> Finding | None:
-    """TORCH_NCCL_ENABLE_MONITORING=0 stops the thread that ends a process whose NCCL watchdog hangs itself, as in a
-    blocked CUDA call.
+    """TORCH_NCCL_ENABLE_MONITORING=0 switches off the thread that ends a process whose NCCL watchdog is itself stuck,
+    as in a blocked CUDA call.
     """
     if not _over_nccl(facts) or facts.variable("TORCH_NCCL_ENABLE_MONITORING") not in ("0", "false"):
         return None
@@ -146,7 +146,7 @@ def monitoring_off(facts: Facts) -> Finding | None:
 
 
 def blocking_wait(facts: Facts) -> Finding | None:
-    """TORCH_NCCL_BLOCKING_WAIT=1 lets the host wait for each collective, so it no longer runs ahead of the device."""
+    """TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait for each collective, so it no longer runs ahead of the device."""
     if not _over_nccl(facts) or not facts.switched_on("TORCH_NCCL_BLOCKING_WAIT"):
         return None
     return Finding(
@@ -174,7 +174,7 @@ def one_connection(facts: Facts) -> Finding | None:
 def forced_protocol(facts: Facts) -> Finding | None:
     """NCCL chooses protocols by what the platform supports. LL128 on one that does not support it can corrupt data."""
     value = facts.variable("NCCL_PROTO")
-    # ^ excludes protocols, so LL128 behind it is switched off, not forced.
+    # ^ excludes protocols, so LL128 after it is switched off, not forced.
     if not _over_nccl(facts) or value.startswith("^") or "ll128" not in value.split(","):
         return None
     return Finding(
@@ -186,8 +186,8 @@ def forced_protocol(facts: Facts) -> Finding | None:
 
 
 def locked_memory(facts: Facts) -> Finding | None:
-    """InfiniBand needs memory that is locked. Below a limit of locked memory NCCL fails in ibv_reg_mr, often with the
-    first large bucket.
+    """InfiniBand needs locked memory. If its limit is too low, NCCL fails in ibv_reg_mr, often with the first large
+    bucket.
     """
     limit = facts.host.locked_memory_bytes
     if not _over_nccl(facts) or facts.layout.machines == 1 or not facts.host.has_infiniband:

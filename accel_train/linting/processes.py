@@ -1,4 +1,4 @@
-"""Rules about processes, devices and the sharing of a model."""
+"""Rules about processes, devices and the sharding of a model."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def idle_devices(facts: Facts) -> Finding | None:
 
 def unequal_devices(facts: Facts) -> Finding | None:
     """Processes wait for each other in every step, so the slowest device sets the speed and the smallest the batch.
-    CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so an index may name another device than in
+    CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so an index may mean a different device than in
     nvidia-smi.
     """
-    # Process i takes device i, so those behind are not used.
+    # Process i takes device i, so further devices are not used.
     devices = facts.host.devices[: facts.layout.local_processes]
     names = sorted({device.name for device in devices})
     if not facts.on_gpu or len(names) < 2:
@@ -78,8 +78,8 @@ def cpu_beside_devices(facts: Facts) -> Finding | None:
 
 
 def sharding_on_one_process(facts: Facts) -> Finding | None:
-    """FSDP2 and ZeRO divide weights and optimizer by the number of processes. One process has nothing to divide, and
-    pays for the wrapping. With offload there is a reason.
+    """FSDP2 and ZeRO divide weights and optimizer by the number of processes. One process has nothing to divide but
+    still pays for the wrapping. Offload is a reason to use them anyway.
     """
     layout = facts.layout
     if layout.strategy not in SHARDING or layout.processes > 1 or layout.offload:
@@ -108,9 +108,10 @@ def _sizes(facts: Facts) -> str:
 
 
 def sharding_without_need(facts: Facts) -> Finding | None:
-    """FSDP2 and ZeRO-3 gather the weights of each block in every forward and backward. DDP gathers nothing, and is the
-    faster one for a model whose training state fits on each device. Not so for a state of 10 GiB or more with a single
-    micro-batch on one machine: there each device updates its part alone, and gathers cost no more than DDP's reduction.
+    """FSDP2 and ZeRO-3 gather the weights of each block in every forward and backward. DDP gathers nothing, and is
+    faster for a model whose training state fits on each device. The exception is a state of 10 GiB or more with a
+    single micro-batch on one machine: there each device updates only its shard, and gathers cost no more than DDP's
+    reduction.
     """
     layout = facts.layout
     # Under ZeRO-1 and ZeRO-2 weights are whole on every device, so no block is gathered.
@@ -144,8 +145,8 @@ def offload_without_need(facts: Facts) -> Finding | None:
 
 
 def shards_across_machines(facts: Facts) -> Finding | None:
-    """One group of shards over several machines gathers every block over the network. Where the devices of one machine
-    hold the training state, shard inside each machine and reduce gradients between them.
+    """One group of shards over several machines gathers every block over the network. If the devices of one machine can
+    hold the training state, shard inside each machine and reduce gradients between machines.
     """
     layout = facts.layout
     state = facts.held_bytes
@@ -186,8 +187,8 @@ def gathered_weights_kept(facts: Facts) -> Finding | None:
 
 
 def whole_gradients_kept(facts: Facts) -> Finding | None:
-    """FSDP2 that reduces on the last micro-batch only holds whole gradients until then, 4 bytes per parameter that are
-    not divided by the number of processes. `sync: every` holds shards.
+    """If FSDP2 reduces gradients on the last micro-batch only, each device holds whole gradients until then: 4 bytes
+    per parameter, not divided by the number of processes. With `sync: every` it holds shards.
     """
     device = facts.device_bytes
     if facts.layout.strategy != "fsdp2" or facts.accumulation == 1 or facts.option("sync") == "every":
@@ -268,7 +269,7 @@ def static_graph_with_accumulation(facts: Facts) -> Finding | None:
 
 
 def debug_mode_of_accelerate(facts: Facts) -> Finding | None:
-    """`debug: true` in a launch file lets Accelerate compare shapes over all processes before each of its
+    """`debug: true` in a launch file makes Accelerate compare shapes over all processes before each of its
     collectives."""
     if not facts.layout.debug or facts.layout.processes == 1 or facts.is_trial:
         return None
@@ -296,7 +297,7 @@ def long_collective_timeout(facts: Facts) -> Finding | None:
 
 
 def short_collective_timeout(facts: Facts) -> Finding | None:
-    """Compilation, a slow disk or the first read of data delay one process for a minute, while the others wait."""
+    """Compilation, a slow disk or the first read of data may delay one process for a minute while the others wait."""
     seconds = facts.number("collective_timeout_seconds")
     if facts.layout.processes == 1 or not 0 < seconds < SHORT_TIMEOUT_SECONDS:
         return None

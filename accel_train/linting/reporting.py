@@ -1,4 +1,4 @@
-"""Findings as text, as JSON, and as lines of the log of a start."""
+"""Findings as text, as JSON, and as log lines of a start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_train.linting.table import IGNORE_VARIABLE, Found, ignored_names, lin
 logger = logging.getLogger(__name__)
 WIDTH = 100
 LOGGED = 6
-"""Most lines logged by a start."""
+"""Maximum number of findings that a start logs."""
 
 
 def describe(found: Sequence[Found]) -> list[str]:
@@ -75,7 +75,7 @@ def log_findings(config: Any, accelerator: Any, stage: Stage, **sizes: Any) -> N
 
     Takes about 10 ms. Raises ``UsageError`` for an unknown name in ``ACCEL_TRAIN_IGNORE``.
     """
-    # On every process, so that all of them end together.
+    # On every process, so that an unknown name ends all of them together.
     ignored = ignored_names(os.environ)
     if not accelerator.is_main_process or config.evaluate_only:
         return
@@ -84,7 +84,7 @@ def log_findings(config: Any, accelerator: Any, stage: Stage, **sizes: Any) -> N
 
 
 def _log(found: Sequence[Found]) -> None:
-    # Errors come first, so the cut leaves out warnings. All are logged as warnings, because the start goes on.
+    # Errors come first, so the limit cuts off warnings. All are logged as warnings, because the start continues.
     for rule, finding in found[:LOGGED]:
         text = f"{finding.option}: {finding.value}: {finding.reason}; {finding.remedy} [{rule.name}]"
         logger.warning("%s", text)

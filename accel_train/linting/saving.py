@@ -20,11 +20,11 @@ def _save_every(facts: Facts) -> int:
 
 
 def _saves(facts: Facts) -> int:
-    """Saves by steps over the whole run, 0 if unknown or by the clock."""
+    """Return the number of saves by steps over the whole run, 0 if it is unknown or saves are by the clock."""
     every = _save_every(facts)
     if not every or facts.steps is None:
         return 0
-    # Saves of the interval alone. The one at the end of the run is not among them.
+    # Saves by the interval only, without the one at the end of the run.
     return facts.steps // every
 
 
@@ -36,7 +36,7 @@ def _round_steps(steps: int) -> int:
 
 
 def no_save_before_the_end(facts: Facts) -> Finding | None:
-    """With `save_every`, saves by the clock are off. An interval beyond the length of the run saves at its end alone,
+    """With `save_every`, saves by the clock are off. If the interval is longer than the run, it saves at its end only,
     and a crash loses everything.
     """
     every = _save_every(facts)
@@ -55,8 +55,8 @@ def no_save_before_the_end(facts: Facts) -> Finding | None:
 
 
 def no_epoch_before_the_end(facts: Facts) -> Finding | None:
-    """With `save_every_epochs`, saves by the clock are off. More epochs than the run has save at its end alone, and a
-    crash loses everything.
+    """With `save_every_epochs`, saves by the clock are off. If the interval is longer than the run, it saves at its end
+    only, and a crash loses everything.
     """
     every = facts.number("checkpoints.save_every_epochs")
     other = facts.number("checkpoints.save_every_minutes") or 0 < _save_every(facts) <= (facts.steps or 0)
@@ -104,8 +104,8 @@ def waiting_saves(facts: Facts) -> Finding | None:
 
 
 def one_checkpoint(facts: Facts) -> Finding | None:
-    """A run going wrong is often noticed some saves later. With one checkpoint there is none from before, and none
-    to fall back to if a disk damages it.
+    """A run that goes wrong is often noticed some saves later. With only one checkpoint there is none from before, and
+    none to fall back to if a disk damages it.
     """
     others = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
     if facts.option("checkpoints.keep_last") != 1 or facts.is_trial:
@@ -136,8 +136,8 @@ def every_checkpoint(facts: Facts) -> Finding | None:
 
 
 def keep_every_between_saves(facts: Facts) -> Finding | None:
-    """`keep_every` keeps checkpoints whose step is a multiple of it. It makes none, so it should be a multiple of
-    `save_every`.
+    """`keep_every` keeps checkpoints whose step is a multiple of it. It does not cause saves, so it should be a
+    multiple of `save_every`.
     """
     keep = int(facts.number("checkpoints.keep_every"))
     save = _save_every(facts)
@@ -154,8 +154,8 @@ def keep_every_between_saves(facts: Facts) -> Finding | None:
 
 
 def empty_window(facts: Facts) -> Finding | None:
-    """`keep_window_steps` keeps the checkpoints of the last steps. A window shorter than the interval of saves holds
-    the newest one at most, which is kept anyway.
+    """`keep_window_steps` keeps the checkpoints of the last steps. A window shorter than the interval between saves
+    holds at most the newest one, which is kept anyway.
     """
     window = int(facts.number("checkpoints.keep_window_steps"))
     save = _save_every(facts)
@@ -190,8 +190,8 @@ def best_of_one(facts: Facts) -> Finding | None:
 
 
 def best_between_saves(facts: Facts) -> Finding | None:
-    """The metrics of an evaluation belong to the checkpoint of the same step. One at a step without a save chooses
-    nothing.
+    """The metrics of an evaluation belong to the checkpoint of the same step. An evaluation at a step without a save
+    selects no checkpoint.
     """
     save = _save_every(facts)
     evaluate = int(facts.number("evaluation.every"))
@@ -208,8 +208,8 @@ def best_between_saves(facts: Facts) -> Finding | None:
 
 
 def _restarts(facts: Facts) -> str | None:
-    """Return the variable of a launcher with restarts, None without one."""
-    # torchrun sets its variable to 0 where it does not restart.
+    """Return the name of the variable by which a launcher shows its restarts, None without restarts."""
+    # torchrun sets its variable to 0 if it does not restart.
     for name in (MAX_RESTARTS, RESTARTED):
         if facts.variable(name) not in ("", "0"):
             return name
@@ -247,7 +247,7 @@ def no_resume_with_restarts(facts: Facts) -> Finding | None:
 def grace_above_torchrun(facts: Facts) -> Finding | None:
     """torchrun kills its processes 30 s after it has forwarded a signal, whatever the scheduler grants."""
     grace = facts.number("checkpoints.grace_seconds")
-    # torchrun sets it for its processes. Under another launcher nothing but the scheduler counts.
+    # Set by torchrun for its processes. Under another launcher only the scheduler's limit counts.
     if "TORCHELASTIC_RUN_ID" not in facts.environment:
         return None
     given = facts.variable(GRACE)
@@ -280,7 +280,7 @@ def many_revisions(facts: Facts) -> Finding | None:
 
 
 def public_without_license(facts: Facts) -> Finding | None:
-    """Weights without a licence may be looked at and not used."""
+    """Weights without a licence may be viewed but not used."""
     if facts.option("hub.repo_id") is None or facts.option("hub.private") is not False:
         return None
     if facts.option("hub.license") is not None:

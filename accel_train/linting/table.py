@@ -1,4 +1,4 @@
-"""The table of all rules, and the choice among them."""
+"""The table of all rules, and the selection of rules to run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ignored_names(environment: Mapping[str, str], more: Iterable[str] = ()) -> l
 
 
 def find_rule(name: str) -> Rule:
-    """Return the rule of a name. Raises ``UsageError`` for another one."""
+    """Return the rule of a name. Raises ``UsageError`` for an unknown name."""
     if name in RULES:
         return RULES[name]
     raise UsageError(

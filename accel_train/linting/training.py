@@ -13,20 +13,20 @@ SMALL_LR_OF_ADAPTERS = 3e-5
 LARGE_EPS = 1e-4
 MANY_PASSES = 100
 LANGUAGE = "data.packing"
-"""An option of language models alone."""
+"""An option that only language models have."""
 MANY_SHAPES = 8
 ADAM = ("adamw", "adamw8bit", "adamw_offload")
 DECAYED_SHARE = 0.1
 
 
 def warmup_beyond_the_run(facts: Facts) -> Finding | None:
-    """A warm-up longer than the run never reaches the peak. A start refuses it, or shortens one from a preset or file
-    if the command line has shortened the run, or its length is that of `max_epochs` over few data.
+    """A warm-up longer than the run never reaches the peak. A start refuses it. It shortens a warm-up from a preset or
+    file instead if the command line has shortened the run, or if `max_epochs` over few samples sets its length.
     """
     warmup = int(facts.number("schedule.warmup_steps"))
     if facts.steps is None or facts.option("schedule.decay_steps") is not None or warmup <= facts.steps:
         return None
-    # A start shortens the warm-up of a preset by itself then.
+    # Then a start shortens the warm-up of a preset by itself.
     shortened = facts.option("max_epochs") is not None or facts.origins.get("max_steps") == "command line"
     if shortened and facts.origins.get("schedule.warmup_steps") != "command line":
         return None
@@ -56,7 +56,7 @@ def long_warmup(facts: Facts) -> Finding | None:
 
 
 def steps_without_learning_rate(facts: Facts) -> Finding | None:
-    """Behind `decay_steps` the learning rate stays at the floor. With a floor of 0 these steps change nothing."""
+    """After `decay_steps` the learning rate stays at the floor. With a floor of 0, further steps change nothing."""
     end = facts.option("schedule.decay_steps")
     if end is None or facts.steps is None or facts.number("schedule.floor") > 0 or end >= facts.steps:
         return None
@@ -69,8 +69,8 @@ def steps_without_learning_rate(facts: Facts) -> Finding | None:
 
 
 def ema_never_reached(facts: Facts) -> Finding | None:
-    """The EMA's decay rises as (1 + step) / (10 + step). One with a half-life beyond the run is never reached: it has
-    no effect, and the EMA averages over about a ninth of the run.
+    """The EMA's decay rises as (1 + step) / (10 + step). A decay whose half-life is longer than the run is never
+    reached: it has no effect, and the EMA averages over about a ninth of the run.
     """
     decay = facts.number("ema.decay")
     steps = facts.steps
@@ -80,8 +80,8 @@ def ema_never_reached(facts: Facts) -> Finding | None:
     if half_life <= steps:
         return None
     reached = (1 + steps) / (10 + steps)
-    # Its mean age is a hundredth of the run.
-    # One digit more than it takes to differ from 1.
+    # A decay for which the mean age of the weights is a hundredth of the run.
+    # Rounded to one digit more than it needs to differ from 1.
     better = round(1 - 100 / steps, max(2, len(str(steps)) - 2))
     return Finding(
         option="ema.decay",
@@ -92,8 +92,8 @@ def ema_never_reached(facts: Facts) -> Finding | None:
 
 
 def evaluation_outweighs_training(facts: Facts) -> Finding | None:
-    """An evaluated sample costs one forward at least, a trained one about three. An evaluation of more samples than
-    are trained on between two of them therefore takes a quarter of the time or more.
+    """An evaluated sample costs at least one forward, a trained one about three. If an evaluation has more samples than
+    are trained on between two evaluations, it takes a quarter of the time or more.
     """
     every = facts.number("evaluation.every")
     samples = facts.number("evaluation.samples")
@@ -142,7 +142,7 @@ def nothing_logged(facts: Facts) -> Finding | None:
 
 def large_lr(facts: Facts) -> Finding | None:
     """Adam moves every weight by about the learning rate in each step, whatever the gradient. A rate above 0.01 is
-    usually one of SGD.
+    usually meant for SGD.
     """
     lr = facts.number("optimizer.lr")
     if facts.option("optimizer.name") not in ADAM or lr <= LARGE_LR:
@@ -157,8 +157,8 @@ def large_lr(facts: Facts) -> Finding | None:
 
 
 def large_lr_of_tuning(facts: Facts) -> Finding | None:
-    """A full fine-tune moves pretrained weights. At the learning rate of a training from scratch it forgets what they
-    know.
+    """A full fine-tune moves all pretrained weights. At a learning rate for training from scratch the model forgets
+    what it has learned.
     """
     lr = facts.number("optimizer.lr")
     pretrained = facts.option("model.source")
@@ -173,8 +173,8 @@ def large_lr_of_tuning(facts: Facts) -> Finding | None:
 
 
 def small_lr_of_adapters(facts: Facts) -> Finding | None:
-    """Adapters begin at zero and are moved by the learning rate alone. At one of a full fine-tune they learn next to
-    nothing in the same steps.
+    """Adapters begin at zero and are moved by the learning rate alone. At the rate of a full fine-tune they learn next
+    to nothing in the same number of steps.
     """
     lr = facts.number("optimizer.lr")
     if facts.number("lora.rank") == 0 or facts.option("optimizer.name") not in ADAM or lr >= SMALL_LR_OF_ADAPTERS:
@@ -189,10 +189,10 @@ def small_lr_of_adapters(facts: Facts) -> Finding | None:
 
 def swapped_betas(facts: Facts) -> Finding | None:
     """The first beta averages the gradient, the second its square. Adam's bound needs the first below the root of the
-    second; the other way round is a slip.
+    second. The reverse order is a mistake.
     """
     betas = list(facts.option("optimizer.betas") or ())
-    # Equal ones are unusual, and no slip of order.
+    # Equal ones are unusual, but not swapped.
     if len(betas) != 2 or betas[0] <= betas[1]:
         return None
     return Finding(
@@ -205,8 +205,8 @@ def swapped_betas(facts: Facts) -> Finding | None:
 
 
 def large_eps(facts: Facts) -> Finding | None:
-    """eps is added to the root of the running square. Above the size of gradients it turns Adam into SGD with a small
-    rate.
+    """eps is added to the root of the running square. If it is larger than the gradients, it turns Adam into SGD with a
+    small learning rate.
     """
     eps = facts.number("optimizer.eps")
     if facts.option("optimizer.name") not in ADAM or eps <= LARGE_EPS:
@@ -221,7 +221,7 @@ def large_eps(facts: Facts) -> Finding | None:
 
 
 def decayed_adapters(facts: Facts) -> Finding | None:
-    """Decay of an adapter pulls the model back to its base. It multiplies with the learning rate over all steps."""
+    """Weight decay of an adapter pulls the model back to its base, by the product of decay, learning rate and steps."""
     decay = facts.number("optimizer.weight_decay")
     if facts.number("lora.rank") == 0 or facts.steps is None:
         return None
@@ -238,8 +238,8 @@ def decayed_adapters(facts: Facts) -> Finding | None:
 
 
 def scale_of_adapters(facts: Facts) -> Finding | None:
-    """The output of an adapter is multiplied by alpha / rank, by alpha / sqrt(rank) with rslora. Far from 1 the
-    learning rates of guides do not hold.
+    """The output of an adapter is multiplied by alpha / rank, or with rslora by alpha / sqrt(rank). If that is far from
+    1, commonly recommended learning rates do not apply.
     """
     rank = facts.number("lora.rank")
     alpha = facts.option("lora.alpha")
@@ -259,16 +259,16 @@ def scale_of_adapters(facts: Facts) -> Finding | None:
 
 
 def many_passes(facts: Facts) -> Finding | None:
-    """A language model learns from up to four passes over its texts as much as from new texts, and next to nothing from
-    later ones once there have been some tens.
+    """From up to four passes over its texts, a language model learns as much as from new texts. After some tens of
+    passes, further ones teach it next to nothing.
     """
-    # Pictures and fields are trained on for hundreds of passes, augmented and with other noise in each.
+    # Pictures and fields are trained on for hundreds of passes, augmented and with new noise in each.
     if LANGUAGE not in facts.options:
         return None
     passes = facts.number("max_epochs")
     if facts.dataset_size is not None and facts.steps is not None:
         passes = facts.steps * facts.samples_per_step / facts.dataset_size
-    # A few texts in one style are passed over more often on purpose.
+    # Adapters are often trained on a few texts in one style, with many passes on purpose.
     if passes <= MANY_PASSES or facts.number("lora.rank") > 0:
         return None
     option = "max_steps" if facts.option("max_epochs") is None else "max_epochs"
@@ -310,7 +310,7 @@ def cuda_graphs_with_accumulation(facts: Facts) -> Finding | None:
 
 
 def many_compiled_shapes(facts: Facts) -> Finding | None:
-    """With `compile.dynamic: false` every padded length is compiled by itself, some seconds to minutes each."""
+    """With `compile.dynamic: false` every padded length is compiled separately, which takes seconds to minutes each."""
     shapes = facts.option("loader.bucket_shapes") or 0
     if not facts.compiles or facts.option("compile.dynamic") or shapes <= MANY_SHAPES:
         return None

@@ -21,13 +21,13 @@ BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")
 
 
 def _first_set(facts: Facts, names: tuple[str, ...]) -> str | None:
-    # torch takes 1 and no other word.
+    # torch accepts 1 and no other value.
     return next((name for name in names if facts.variable(name) == "1"), None)
 
 
 def launch_blocking(facts: Facts) -> Finding | None:
-    """CUDA_LAUNCH_BLOCKING=1 waits for each kernel, so that an error names its line. The device idles between any
-    two.
+    """CUDA_LAUNCH_BLOCKING=1 waits for each kernel, so that an error names its line. The device idles between any two
+    kernels.
     """
     if not facts.on_gpu or facts.variable("CUDA_LAUNCH_BLOCKING") in ("", "0"):
         return None
@@ -40,8 +40,8 @@ def launch_blocking(facts: Facts) -> Finding | None:
 
 
 def allocator_set_twice(facts: Facts) -> Finding | None:
-    """If both names are set, torch 2.13 reads settings of every allocator under the new name and those of CUDA alone,
-    such as the backend, under the old one.
+    """If both names are set, torch 2.13 reads settings of all allocators from the new one, and settings of CUDA's
+    alone, such as the backend, from the old one.
     """
     old = facts.environment.get(OLD_ALLOCATOR)
     new = facts.environment.get(NEW_ALLOCATOR)
@@ -57,7 +57,7 @@ def allocator_set_twice(facts: Facts) -> Finding | None:
 
 def no_memory_caching(facts: Facts) -> Finding | None:
     """Without the caching allocator every tensor is a cudaMalloc and a cudaFree, and each free waits for the device.
-    For compute-sanitizer and nothing else.
+    It is meant for compute-sanitizer only.
     """
     name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
     if not facts.on_gpu or name not in facts.environment or facts.is_trial:
@@ -113,7 +113,7 @@ def compilation_off(facts: Facts) -> Finding | None:
 
 
 def compile_cache_off(facts: Facts) -> Finding | None:
-    """Without the caches of the compiler every start compiles again, a restart after a preemption as well."""
+    """Without the caches of the compiler every start compiles again, even a restart after a preemption."""
     name = _first_set(facts, NO_COMPILE_CACHE)
     if name is None or not facts.compiles or facts.is_trial:
         return None
@@ -155,7 +155,7 @@ def hub_offline(facts: Facts) -> Finding | None:
 
 
 def obsolete_variable(facts: Facts) -> Finding | None:
-    """Variables of older versions of transformers and huggingface_hub, without effect today."""
+    """Variables of older versions of transformers and huggingface_hub no longer have an effect."""
     for name, problem in OBSOLETE.items():
         if name in facts.environment:
             return Finding(
@@ -180,7 +180,7 @@ def forced_tf32(facts: Facts) -> Finding | None:
 
 
 def tracker_off(facts: Facts) -> Finding | None:
-    """WANDB_MODE=disabled lets W&B accept every call and record nothing."""
+    """WANDB_MODE=disabled makes W&B accept every call and record nothing."""
     trackers = facts.option("log.trackers", ())
     if "wandb" not in trackers or facts.variable("WANDB_MODE") != "disabled":
         return None
@@ -216,7 +216,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
 
 def bound_threads(facts: Facts) -> Finding | None:
     """A binding of OpenMP threads to cores counts from the same first core in every process, and reading processes
-    inherit the core of their parent. Where a launcher gives each process cores of its own, it does no harm.
+    inherit the core of their parent. If a launcher gives each process its own cores, it does no harm.
     """
     name = next((each for each in BINDINGS if facts.environment.get(each)), None)
     sharing = facts.layout.local_processes + facts.workers

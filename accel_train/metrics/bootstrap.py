@@ -23,7 +23,7 @@ class Estimate:
 
     median: float
     low: float | None = None
-    """None, like ``high``, without an interval: for fewer than two values, or if one is not finite."""
+    """None, as is ``high``, if there is no interval: for fewer than two values, or if one is not finite."""
     high: float | None = None
     count: int = 1
     """Number of values."""
@@ -38,8 +38,8 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the median with its bootstrap percentile interval (Efron, 1979) at ``LEVEL``.
 
-    Deterministic, about 2 ms. The method is not BCa, which is undefined for equal values, and losses of one seed are
-    equal. Raises ``ValueError`` for no values.
+    Deterministic, takes about 2 ms. Not BCa, which is undefined if all values are equal, as losses of one seed are.
+    Raises ``ValueError`` if ``values`` is empty.
     """
     if not values:
         raise ValueError("no values to take the median of")
@@ -49,7 +49,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         return Estimate(median, count=len(sample))
     from scipy import stats
 
-    bootstrap: Any = stats.bootstrap  # its types lack random_state, the only name in scipy before 1.15
+    bootstrap: Any = stats.bootstrap  # its stubs lack random_state, the only name of the argument before scipy 1.15
     interval: Any = bootstrap(
         (sample,),
         np.median,
@@ -63,8 +63,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def coverage_of_range(count: int) -> float:
-    """Return the probability 1 - 2^(1 - count) for the true median to be in the range of ``count`` values.
+    """Return the probability, 1 - 2^(1 - count), that the range of ``count`` values includes the true median.
 
-    The range misses it if all values are on one side.
+    The range misses it only if all values lie on one side of it.
     """
     return 1 - 2.0 ** (1 - count)

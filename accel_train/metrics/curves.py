@@ -16,16 +16,16 @@ from accel_train.store.atomic_files import replace_file
 AXIS_HEIGHT = 2.45
 """Height of a panel in inches."""
 MOST_INSIDE = 5
-"""Most curves of a panel whose legend lies among them."""
+"""Maximum number of curves for a legend inside the axes. With more curves the legend goes below them."""
 MARKS = 2
-"""Kinds of vertical lines. The legend of the first panel shows them too."""
+"""Number of kinds of vertical lines, which a legend may list beside the curves."""
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
     """Draw losses, evaluations, learning rate, gradient norm, throughput, step time and memory.
 
-    Main process only. Metrics absent from the run get no panel. A run without a training line gets a picture with a
-    note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
+    Main process only. Metrics that the run did not record get no panel. A run with nothing to draw gets a picture with
+    a note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
     """
     records = read_metrics(metrics_jsonl)
     panels = panels_of(records)
@@ -35,7 +35,7 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     with_curves = {axis: panel for axis, panel in zip(axes, panels, strict=False) if not panel.text}
     _draw_marks(list(with_curves), _marks(records))
     _align(with_curves, _last_step(records))
-    # In inches from the top: a share of a high picture would put it onto the panels.
+    # A fixed distance in inches from the top: in a tall figure a fraction would put the title onto the panels.
     title_top = 1 - 0.12 / figure.get_figheight()
     figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11, y=title_top, va="top")
     if not panels:
@@ -49,9 +49,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
 
 
 def _grid(panels: Sequence[Panel]) -> tuple[Any, list[Any]]:
-    """A figure and its axes, at least one of them. All sizes are in inches.
+    """Return a figure and its axes, at least one. All sizes are in inches.
 
-    Fixed places: a layout engine draws everything twice to measure it, and the loop waits.
+    Axes are placed by hand: a layout engine would draw everything twice to measure it, while the training loop waits.
     """
     # Not pyplot, which picks a backend for the process and keeps every figure until it is closed.
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def _grid(panels: Sequence[Panel]) -> tuple[Any, list[Any]]:
 
 
 def _legend_height(panel: Panel) -> float:
-    """Return the inches of the legend below a panel. 0 for a legend among the curves."""
+    """Return the height in inches of the legend below a panel, 0 if the legend is inside the axes."""
     lines = len(panel.drawn())
     if lines <= MOST_INSIDE:
         return 0.0
@@ -83,7 +83,7 @@ def _legend_height(panel: Panel) -> float:
 
 
 def _align(axes: Mapping[Any, Panel], last_step: int) -> None:
-    """Give all panels the same range of steps, so that events line up, and a legend."""
+    """Give all panels the same range of steps, so that events line up, and add their legends."""
     from matplotlib.ticker import MaxNLocator
 
     for axis, panel in axes.items():
@@ -124,7 +124,7 @@ def _add_legend(axis: Any, panel: Panel) -> None:
         below = -0.42 / AXIS_HEIGHT
         axis.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, below), ncol=2, frameon=False)
         return
-    # loc is also the default, but the default warns if the search for a place is slow.
+    # Passed although it is the default: without it, matplotlib warns when its search for a place is slow.
     axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
 
 
@@ -158,7 +158,7 @@ def _draw_series(axis: Any, series: Series, panel: Panel, label: str, style: dic
         smooth = smoothed(series.values)
         axis.plot(series.steps, smooth, linewidth=1.7, label=f"{label} (smoothed)", **style)
         return
-    # Hollow, so that a shuffled metric is told from its partner in black and white as well.
+    # Hollow markers, so that a shuffled metric differs from its partner in black and white as well.
     face = "white" if style["linestyle"] == "--" else style["color"]
     # Evaluations are few and their steps matter. Markers of a long curve would hide it.
     marker = "o" if len(series.values) <= 30 else ""

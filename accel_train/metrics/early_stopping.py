@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class EarlyStopping:
     """Counts the evaluations since the best one. All processes call it, and the main process decides.
 
-    It is not part of a checkpoint: a resumed run reads its earlier evaluations from ``metrics.jsonl``, which other
-    hosts may not have.
+    The count is not part of a checkpoint. On a resume the main process counts the earlier evaluations in
+    ``metrics.jsonl`` again, because other hosts may not have that file.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EarlyStopping:
         self.metric = metric
         self.after = after
         self.exhausted = False
-        """The run should end now."""
+        """True once the run should end."""
         self._accelerator = accelerator
         self._sign = 1.0 if mode == "min" else -1.0
         self._best: float | None = None
@@ -43,11 +43,11 @@ class EarlyStopping:
         self._since_best = 0
 
     def resume(self, directory: Path, start_step: int) -> None:
-        """Count the evaluations up to the step to resume from."""
+        """Count the evaluations up to ``start_step``, the step to resume from. Collective."""
         self.exhausted = on_main(self._accelerator, lambda: self._count_earlier(directory, start_step))
 
     def notice(self, step: int) -> str:
-        """Return the line for the log of a start after the run has ended."""
+        """Return the log line for starting a run that early stopping has already ended."""
         return (
             f"the run has ended at step {step}: no better {self.metric} for {self.patience} evaluations; give more "
             "--checkpoints.patience, or None, to continue"
@@ -79,10 +79,10 @@ class EarlyStopping:
         if step <= self.after:
             return False
         value = self._sign * float(metrics[self.metric])
-        # A NaN compares with nothing, and is the worst.
+        # Every comparison with NaN is False. It counts as the worst value.
         if math.isnan(value):
             value = math.inf
-        # The first of equal values, so a tie is no improvement.
+        # Strictly better, so that a tie is no improvement.
         if self._best is None or value < self._best:
             self._best = value
             self._best_step = step

@@ -17,7 +17,7 @@ from accel_train.cores import cpu_name
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Matched against the last part of an option name, such as hub.token. Whole words: numbers of tokens are no secrets.
+# Matched against the last part of an option name, such as hub.token. Whole words, so that max_tokens is no secret.
 SECRET = re.compile(r"(^|[-_])(token|secrets?|passwords?|passwd|credentials?|api[-_]?keys?)([-_]|$)", re.IGNORECASE)
 # Packages that affect the numbers of a run.
 PACKAGES = (
@@ -29,7 +29,7 @@ PACKAGES = (
 def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """Describe this process's machine and the whole run. No collective, no device wait.
 
-    Main process only. Other hosts may differ.
+    Call it on the main process only. Other hosts may differ.
     """
     import torch
 
@@ -61,7 +61,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "strategy": strategy_of(accelerator),
         "precision": "fp32" if precision == "no" else precision,
         "command": command_line(sys.argv),
-        # The command names it as it was typed, which depends on a directory that may not be the reader's.
+        # The command has the path as it was typed, relative to a working directory that the reader may not know.
         "recipe": recipe,
         "git_commit": git_commit(directory),
     }
@@ -69,7 +69,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
 
 def package_versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a run's numbers."""
-    # Imported here, because the tools read this module for other things.
+    # Imported here, because the tools that import this module for other functions do not need it.
     from accel_train.runtime.tested_versions import installed_versions
 
     return installed_versions(PACKAGES)

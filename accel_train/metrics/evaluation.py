@@ -66,8 +66,8 @@ def heldout_batches(accelerator: Accelerator, dataset: MapDataset, samples: int,
 
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> Batch:
     """Return the first ``samples``, or all if they are fewer, as one batch for display, the same on every process."""
-    shown = min(samples, len(dataset))  # a batch of more would repeat the last one
-    # As process 0 of 1, whatever the rank.
+    shown = min(samples, len(dataset))  # a larger batch would repeat the last sample
+    # As rank 0 of 1, so that every process gets the same samples.
     return next(heldout.heldout_batches(dataset, shown, shown, 0, 1, accelerator.device))
 
 
@@ -88,7 +88,7 @@ def weighted_sums(
         _recorded.append(call)
     with torch.no_grad():
         for batch in batches:
-            stopping_point()  # before the forward, which no process may be left alone in
+            stopping_point()  # before the forward, whose collectives need every process
             sums = sums_of(batch)
             if _recorded is not None:
                 call.append({name: widest(value).cpu().double() for name, value in sums.items()})
@@ -101,7 +101,7 @@ def weighted_sums(
             "weighted_sums: no batch to evaluate, or sums_of returned nothing, and at least one of each is required; "
             "check the path, split and filters of the held-out set, and the dict that sums_of returns"
         )
-    # One vector for all names: a reduction costs its latency, whatever its size here.
+    # One vector for all names, because a reduction of this size costs its latency only.
     local = torch.cat([value.flatten() for value in totals.values()])
     reduced: Any = accelerator.reduce(local, "sum")
     lengths = [value.numel() for value in totals.values()]
@@ -111,9 +111,9 @@ def weighted_sums(
 
 
 def require_samples(metrics: Mapping[str, Tensor], weight: Tensor) -> None:
-    """Raise ``UsageError`` for metrics without one value for each sample, in the shape of ``weight`` (B,).
+    """Raise ``UsageError`` for a metric whose shape is not (B,), that of ``weight``: one value per sample.
 
-    Also for a metric named ``samples``, which is the name of their count.
+    Also for a metric named ``samples``, a name reserved for their count.
     """
     if SAMPLES in metrics:
         raise UsageError(f"metrics_of: {SAMPLES!r} counts the samples of the evaluation; give the metric another name")
@@ -145,16 +145,16 @@ def paired_sums(
 
 
 Call = list[dict[str, Tensor]]
-"""Sums of one ``weighted_sums``, a dictionary for each sample in the order of the evaluation, fp64 on the CPU."""
+"""Sums of one call of ``weighted_sums``: a dictionary per sample, in the order of the evaluation, fp64 on the CPU."""
 _recorded: list[Call] | None = None
 
 
 @contextmanager
 def recorded_by_sample() -> Generator[list[Call]]:
-    """Record the sums of each held-out sample of the body, as ``accel-train better`` pairs them. One process.
+    """Record the sums of each held-out sample in the body, for ``accel-train better`` to pair. One process only.
 
-    Held-out batches have one sample each meanwhile, so that the sums of a batch are those of its sample. Noise is keyed
-    by sample, so this changes rounding only. A device wait for each sample.
+    Held-out batches then have one sample each, so that the sums of a batch are those of its sample. Noise is keyed by
+    sample, so only the rounding changes. Costs a device wait per sample.
     """
     global _recorded
     before = _recorded
@@ -166,7 +166,7 @@ def recorded_by_sample() -> Generator[list[Call]]:
 
 
 def samples_at_once(batch_size: int) -> int:
-    """Return the samples of a held-out batch: 1 while samples are recorded."""
+    """Return the size of a held-out batch: ``batch_size``, or 1 while samples are recorded."""
     return batch_size if _recorded is None else 1
 
 
@@ -184,7 +184,7 @@ _stop_requested: Callable[[], bool] | None = None
 def stoppable(stop_requested: Callable[[], bool]) -> Generator[None]:
     """Have ``stopping_point`` raise ``EvaluationStopped`` once ``stop_requested()`` is true on every process."""
     global _stop_requested
-    # What was there comes back: evaluations of two runs in one process may be nested.
+    # Restored afterwards, because evaluations of two runs in one process may be nested.
     before = _stop_requested
     _stop_requested = stop_requested
     try:

@@ -25,8 +25,8 @@ FORMS = (
     "speedup (step_seconds of A / step_seconds of B), NAME (the value of B), NAME_delta (B - A; with a percent sign, "
     "relative to A) and NAME_ratio (B / A)"
 )
-# Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are loss_TERM, metrics of the
-# recipe's own train_NAME.
+# Metrics in the runs of every recipe, unless the machine cannot measure them. Loss terms are called loss_TERM, and the
+# recipe's own metrics train_NAME.
 COMPARED = (
     "step_seconds",
     "samples_per_second",
@@ -110,9 +110,10 @@ def _number(text: str) -> float | None:
 
 
 def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the gated value of each pair. ``a`` and ``b`` map a metric to equally many values.
+    """Return the gated value of each pair. ``a`` and ``b`` map a metric to its values, equally many in both.
 
-    A metric named exactly like the gate wins over a form of another metric. Raises ``UsageError`` for an unknown name.
+    A metric named exactly like the gate takes precedence over a form of another metric. Raises ``UsageError`` for an
+    unknown name.
     """
     known = [name for name in b if name in a]
     if gate.name in b and not gate.percent:
@@ -132,10 +133,10 @@ def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Se
 
 
 def refuse_unknown_gates(metrics: Sequence[str]) -> None:
-    """Refuse, inside a run of a comparison, a gate on a metric reported by no run. ``metrics`` are of the evaluation.
+    """Refuse, inside a run of a comparison, a gate on a metric that no run reports.
 
-    Loss terms and ``train_NAME`` are not known until the first step is logged, so ``compare`` checks them after the
-    run.
+    ``metrics`` are the names of the evaluation metrics. Loss terms and ``train_NAME`` are not known until the first
+    step is logged, so ``compare`` checks them after the run.
     """
     known = [*COMPARED, *metrics, *(f"evaluation_{name}" for name in metrics)]
     for gate in map(read_gate, os.environ.get(GATES_VARIABLE, "").splitlines()):
@@ -172,8 +173,8 @@ def ratio(numerator: float, denominator: float, *, zero_over_zero: float = 1.0) 
 def decide(gate: Gate, values: Sequence[float]) -> Decision:
     """Decide a gate by the interval of ``values``.
 
-    It fails if the interval excludes the target and passes if the whole interval meets it. A single value has no
-    interval and decides by itself. NaN fails.
+    It passes if the whole interval meets the target, fails if none of it does, and is not decided in between. A single
+    value has no interval, nor have values with an infinite one: their median decides. NaN fails.
     """
     value = estimate(values)
     if any(map(isnan, values)):

@@ -28,7 +28,7 @@ OWN = ("accel_train", "recipes", "__main__")
 LINE = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
 
 WITH_A_CONSOLE = "huggingface_hub"
-"""Logger that writes to stderr by itself, on every process, and hands its messages on as well."""
+"""Logger with its own handler on stderr, on every process. Its messages also reach the root logger."""
 
 _active: Logs | None = None
 
@@ -58,7 +58,7 @@ class Logs:
 
     def close(self) -> None:
         global _active
-        # A later `setup_logging` has closed this one, and its hooks must stay.
+        # A later `setup_logging` has closed this one already, and the later one's hooks must stay.
         if _active is not self:
             return
         _active = None
@@ -112,7 +112,7 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
 
 
 def _refuse_link_to_nowhere(output_dir: Path) -> None:
-    """Refuse an output directory on a link without a target, for which the system says only that it exists."""
+    """Refuse an output directory on a dangling symlink, of which the operating system says only that it exists."""
     for path in (output_dir / "logs", output_dir, *output_dir.parents):
         if path.is_symlink() and not path.exists():
             raise UsageError(
@@ -144,7 +144,7 @@ class _RankFile(logging.FileHandler):
         self._failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print one warning. Python prints a traceback for every message, and floods the terminal on a full disk."""
+        """Print one warning. Python would print a traceback per message, which floods the terminal on a full disk."""
         if not self._failed:
             self._failed = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
@@ -153,7 +153,7 @@ class _RankFile(logging.FileHandler):
 class _Console(logging.StreamHandler[TextIO]):
     """Console with short lines. Clears a progress bar before each line and redraws it after.
 
-    A run goes on without its console: after `recipe | head`, or when the terminal is gone.
+    A run continues without its console, as after ``recipe | head`` or when the terminal is gone.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -177,7 +177,7 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write no more to a console after an error of the operating system. Other errors are those of a message."""
+        """Stop writing to the console after an ``OSError``. Any other error is that of one message."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -200,7 +200,7 @@ def _log_uncaught(error: BaseException, where: str = "") -> None:
     if isinstance(error, UsageError):
         logger.error("wrong usage%s: %s", where, error, extra={FILE_ONLY: True})
         return
-    # Here, because data, kernels and models have collectives of their own in many places.
+    # Explained here, because data, kernels and models call collectives in many places.
     explain(error)
     trace = (type(error), error, error.__traceback__)
     name = type(error).__name__
@@ -214,7 +214,7 @@ ThreadHook = Callable[[threading.ExceptHookArgs], object]
 def _logging_hook(previous: SysHook) -> SysHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _log_uncaught(error)
-        # Only Python's own hook would print a traceback. One that somebody has set gets the error as it is.
+        # Replaces only Python's own hook, which would print a traceback. A custom hook gets the error unchanged.
         if isinstance(error, UsageError) and previous is sys.__excepthook__:
             print(f"error (wrong usage): {error}", file=sys.stderr)
         else:

@@ -15,7 +15,7 @@ from accel_train.metrics.records import Records, last_pass
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens")
-# Points from which a noisy curve is drawn with a smoothed one on top.
+# Number of points from which a noisy curve is drawn with a smoothed one on top.
 SMOOTH_FROM = 40
 
 
@@ -61,7 +61,7 @@ def panels_of(records: Records) -> list[Panel]:
 
 
 def labels_of(records: Records) -> Labels:
-    """Return the labels recorded by the last start with any, or empty ones."""
+    """Return the labels of the last start that recorded any, or empty labels."""
     for record in reversed(records):
         labels = record.get("labels")
         if record.get("event") == "environment" and labels:
@@ -101,7 +101,7 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
 def _terms(lines: Records, terms: Sequence[str], of: str | None) -> dict[str, Series]:
     """Return one line per term, and per kind of loss where several kinds have that term. Empty for a single term."""
     found: dict[str, Series] = {}
-    # It is the loss but for its coefficient.
+    # A single term equals the loss up to its coefficient.
     if len(terms) < 2:
         return found
     for key in terms:
@@ -179,7 +179,7 @@ def _metric_panels(
     lines: Records, keys: Sequence[str], labels: Labels, of: str, *, smooth: bool = False, last_value: bool = False
 ) -> list[Panel]:
     """Return one panel per last word of a name, so that ``a_loss`` and ``a_loss_shuffled`` share one."""
-    # Metrics with the same last word have the same unit, and only such can share an axis.
+    # Metrics with the same last word have the same unit, so they can share an axis.
     panels: dict[str, Panel] = {}
     for key in keys:
         kind = _last_word(key)
@@ -197,7 +197,7 @@ def is_count(key: str) -> bool:
 
 
 def _last_word(key: str) -> str:
-    # Of `loss_band_1` it is `band`: numbered metrics are of one kind.
+    # `band` for `loss_band_1`: numbered metrics are of one kind.
     return re.sub(r"(_shuffled|_\d+)$", "", key).rsplit("_", 1)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Log lines of a run in training, and its progress: a bar on a terminal, elsewhere one plain line per log point."""
+"""Logging options and progress of a run: a bar on a terminal, elsewhere one plain line per log point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogConfig:
 
     per_sample: bool = False
     """Write the loss of each sample of each step to sample_losses.jsonl, with its weight and its time: about 100 bytes
-    per sample, at the log points, which take longer by its size."""
+    per sample. Log points write them, and take longer for it."""
 
     grad_norms: Literal["parts", "blocks", "none"] = "parts"
     """Norm of the gradient by part of the model, in training lines. blocks: repeated blocks one by one. Not under ZeRO,
@@ -40,8 +40,8 @@ class LogConfig:
     trained weights in the steps of log points."""
 
     trackers: tuple[str, ...] = ()
-    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
-    needs its package. A missing one stops the run before training."""
+    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or any other that Accelerate
+    supports. Each needs its package. A missing package stops the run before training."""
 
     project: str = "accel_train"
     """Name of the project in trackers."""
@@ -54,13 +54,13 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         if not self.trackers:
-            because = "without log.trackers, to which alone it is told"
+            because = "without log.trackers, which alone show it"
             instead = "give --log.trackers tensorboard or another one"
             refuse_without_effect(self, "log", ["project", "run_name"], because, instead)
 
     def refuse_missing_trackers(self) -> None:
         """Raise ``UsageError`` for a tracker that is unknown or not installed."""
-        # Not at the top: whoever declares options would import trackers.
+        # Not at the top, or every declaration of options would import the trackers.
         from accel_train.metrics.tracking.trackers import resolve_trackers
 
         resolve_trackers(self.trackers)
@@ -71,8 +71,8 @@ class Labels:
     """Presentation of a recipe's metrics on the console and in the curves."""
 
     loss_of: str | None = None
-    """Field of a training line with the kind of its loss, if losses of different steps are of different kinds. None:
-    there is one loss."""
+    """Field of a training line with the kind of its loss, if losses of different steps are of different kinds. None if
+    all are of one kind."""
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit of evaluation metrics, by the last word of their name."""
     titles: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -80,7 +80,7 @@ class Labels:
     baselines: tuple[str, ...] = ()
     """Words that are in the names of evaluation metrics of baselines, such as ``linear_fit``."""
     own_summary: bool = False
-    """The recipe's evaluation logs a summary, so the console does not list all metrics after it."""
+    """True if the recipe's evaluation logs its own summary, so that the console does not list all metrics after it."""
 
     def is_baseline(self, metric: str) -> bool:
         """Return True for a metric of a baseline beside the model, not of the model itself."""
@@ -88,13 +88,13 @@ class Labels:
 
 
 TERM = "loss_"
-"""Beginning of the names of the terms of the loss in a training line."""
+"""Prefix of the names of loss terms in a training line."""
 OWN = "train_"
-"""Beginning of the names of a recipe's own metrics in a training line (``window.backward``)."""
+"""Prefix of the names of a recipe's own metrics in a training line (``window.backward``)."""
 BY_TIME = re.compile(r"_at_\d\.\d+$")
-"""End of the names of the mean losses by time. Those of a term named ``loss`` also begin with ``TERM``."""
+"""Suffix of the names of mean losses by time. Those of a term named ``loss`` also begin with ``TERM``."""
 MOST_DAYS = 9_999
-"""Longer times are those of a run without an end in sight, such as one with the largest possible max_steps."""
+"""Longer times are not spelled out. They come from runs without a real end, as with the largest possible max_steps."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """Without tqdm's time left, which counts an evaluation as a slow step."""
 
@@ -178,7 +178,7 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
 
 
 def _terms(fields: Mapping[str, object]) -> list[str]:
-    """Format the terms of the loss. Empty for a single one: it is the loss but for its coefficient."""
+    """Format the terms of the loss. Empty for a single one, which equals the loss up to its coefficient."""
     terms = [name for name in fields if is_term(name)]
     if len(terms) < 2:
         return []
@@ -210,7 +210,7 @@ def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format as ``1:32``, ``2:03:04`` or ``3 days 2:03:04``. Above ``MOST_DAYS`` it says so."""
+    """Format as ``1:32``, ``2:03:04`` or ``3 days 2:03:04``, and from ``MOST_DAYS`` on as ``over 9999 days``."""
     if seconds >= MOST_DAYS * 86400:
         return f"over {MOST_DAYS} days"
     minutes, second = divmod(round(seconds), 60)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 NO_LABELS = Labels()
 OF_A_KIND = ("loss", "grad_norm", OWN)
-"""Beginnings of the names of fields whose values depend on the kind of loss of their step."""
+"""Name prefixes of the fields whose values depend on the kind of loss of their step."""
 
 
 class Compiled(Protocol):
@@ -53,7 +53,7 @@ class RunInfo:
     def fields(self, epoch: float, global_batch_size: int) -> dict[str, Any]:
         """Return learning rate, epoch, batch size and cost of compilation. Does not wait for the device."""
         groups = self.optimizer.param_groups
-        # A frozen group has learning rate 0, which says nothing of the schedule.
+        # A frozen group has learning rate 0, which says nothing about the schedule.
         trained = next((group for group in groups if not group["frozen"]), groups[0])
         return {
             **self.compiled.fields(),
@@ -129,11 +129,11 @@ class Recorder:
 
     def due(self, step: int) -> bool:
         """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
-        # The first as well, so that a run that goes wrong at once shows it, and the last for its curves.
+        # Also the first step, to show a run that goes wrong at once, and the last, to complete the curves.
         return step % self._every == 0 or step in (1, self._max_steps)
 
     def end(self) -> None:
-        """Make the step reached so far the last one: the run has finished by itself, and no start resumes it."""
+        """Make the step reached so far the last one, so that the end line of a run that stops early says finished."""
         self._max_steps = self._step
 
     def advance(self, step: int) -> None:
@@ -220,7 +220,7 @@ class Recorder:
             reason = "finished"
         else:
             reason = "stopped"  # a stop request, after its save
-        # Written also on the way out of an error, so that a log without it is of a run that was killed.
+        # Also written after an error, so that a file without an end line is that of a run that was killed.
         self.record("end", {"reason": reason}, step=self._step)
         self.close()
 
@@ -228,7 +228,7 @@ class Recorder:
 def tracked(fields: Mapping[str, object], loss_of: str | None) -> dict[str, object]:
     """Return the values of a training line by their names in trackers.
 
-    Losses and norms of the gradient of different kinds do not compare, so each kind has a series of its own.
+    Losses and gradient norms of different kinds are not comparable, so each kind has its own series.
     """
     named = {f"train/{name}": value for name, value in fields.items()}
     if loss_of is None or loss_of not in fields:
@@ -262,7 +262,7 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
 
 
 def log_evaluation(step: int, values: Mapping[str, object], *, own_summary: bool) -> None:
-    """Log the numbers of an evaluation in one line, left out on the console after the recipe's own summary."""
+    """Log the numbers of an evaluation in one line, to the file only if the recipe logs its own summary."""
     numbers: list[str] = []
     for name, value in values.items():
         if isinstance(value, (int, float)):
@@ -279,8 +279,8 @@ def write_report(
 ) -> None:
     """Write ``evaluation.json``, and ``curves.png`` if there are metrics of a run around ``report``.
 
-    ``measured_on`` are the options of other data than those of the run. Every process may call it. Only the main
-    process writes.
+    ``measured_on`` has the options of the evaluated data, if they are not the data of the run. Every process may call
+    it. Only the main process writes.
     """
     if not accelerator.is_main_process:
         return
@@ -309,11 +309,11 @@ def write_markdown(path: Path, lines: Sequence[str]) -> None:
 def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int) -> None:
     """Write a page of an evaluation as ``NAME.md``, and keep it as ``NAME/step_STEP.md``. Main process.
 
-    Pages of later steps belong to a training left by a resume, and go.
+    Pages of later steps come from training that a resume has discarded, and are deleted.
     """
     write_markdown(report / f"{name}.md", lines)
     folder = report / name
-    with suppress(OSError):  # writing the page says it
+    with suppress(OSError):  # writing the page below logs the same error
         folder.mkdir(parents=True, exist_ok=True)
         for other, page in files_of_steps(folder, ".md").items():
             if other > step:
@@ -322,9 +322,9 @@ def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int)
 
 
 def quoted(text: str) -> str:
-    """Return a text of any lines as one quoted line of Markdown."""
-    # Or a text that says `&lt;` would be shown as `<`. Any other `&` is itself to Markdown.
+    """Return a text of any number of lines as one quoted line of Markdown."""
+    # Escaped, or a literal `&lt;` would be shown as `<`. Markdown shows any other `&` as it is.
     words = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(text.split()))
-    # Or `<think>` and the like would be read as HTML, and not be seen.
+    # Escaped, or `<think>` and the like would be read as HTML and not shown.
     words = words.replace("<", "&lt;")
     return f"> {words or '(empty)'}"

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``, with one JSON object per line, appended whole and repaired after a crash. Small JSON files.
+"""``metrics.jsonl``, one JSON object per line, appended whole and repaired after a crash. Also small JSON files.
 
 ``docs/metrics.md`` has the schema. No function is a collective, and no torch is imported, so that reading is fast.
 """
@@ -57,7 +57,7 @@ TRAIN_FIELDS = (
 # Events written again by a run resumed at an earlier step.
 REPEATED = ("train", "evaluation", "bad_step", "sample", "plateau", "noise_scale")
 
-# Numbers missing from JSON. They are written as these strings, and float() reads them back.
+# Numbers that JSON lacks. They are written as these strings, and float() reads them back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -95,7 +95,7 @@ def encode(record: Mapping[str, object]) -> bytes:
 
 
 class LineWriter:
-    """Appends records to a file, those of a call with a single ``os.write``. Never raises for a failing disk.
+    """Appends records to a file, with a single ``os.write`` per call. Never raises if the disk fails.
 
     After ``write`` a line is in the kernel: it survives a crash of the process, but not a loss of power. Each write
     opens the file, so that a directory can disappear and return. Build it before other writers of the file start, since
@@ -127,7 +127,7 @@ class LineWriter:
 
 
 def _append(path: Path, line: bytes) -> int:
-    # Appending by the kernel: lines of the trainer and of other writers do not overwrite each other.
+    # O_APPEND, so that lines of the trainer and of other writers do not overwrite each other.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -231,7 +231,7 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def evaluated_report(report: Path, step: int) -> Path | None:
-    """Return ``report``, else its folder of other data, whichever has an evaluation at ``step``. None: neither."""
+    """Return ``report`` or else its folder of other data, whichever has an evaluation at ``step``, or None."""
     for folder in (report, report / OTHER_DATA):
         with suppress(OSError, ValueError):
             if strict_json.read_object(folder / EVALUATION_FILE).get("step") == step:
@@ -240,7 +240,7 @@ def evaluated_report(report: Path, step: int) -> Path | None:
 
 
 def read_evaluation(report: Path) -> dict[str, float]:
-    """Return the metrics in ``evaluation.json``, non-finite ones as floats again. Empty if there is none."""
+    """Return the metrics in ``evaluation.json``, non-finite ones as floats again. Empty without that file."""
     path = report / EVALUATION_FILE
     if not path.is_file():
         return {}

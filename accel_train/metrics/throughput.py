@@ -58,7 +58,7 @@ class LocalCounts:
         if not self._counts:
             return {}
         device = accelerator.device
-        dtype = widest(torch.zeros((), device=device)).dtype  # FLOPs exceed the integers exact in fp32
+        dtype = widest(torch.zeros((), device=device)).dtype  # FLOPs exceed the integers that are exact in fp32
         counts = self._counts.values()
         values = [torch.as_tensor(count, dtype=dtype, device=device) for count in counts]
         # In the order of their first `add`, which must be the same on every process: the vector has no names.
@@ -93,8 +93,8 @@ class Throughput:
     ) -> None:
         """Take ``peak_flops_per_second`` as the dense peak of ONE device in the precision of the matrix products.
 
-        None looks up the device and ``precision``. If they are unknown, there is no ``mfu``. ``times`` has the parts of
-        the steps, as the gradient window marks them.
+        None looks up the peak by device and ``precision``. If it is unknown, there is no ``mfu``. ``times`` has the
+        parts of the steps, which the gradient window marks.
         """
         self._device = device
         self._world_size = world_size
@@ -146,7 +146,7 @@ class Throughput:
         self._profiled_steps += profiled
 
     def start(self) -> None:
-        """Restart the clock before the first step, so that what was set up meanwhile does not count as part of it."""
+        """Restart the clock before the first step, so that earlier setup does not count as part of it."""
         self._restart(self._clock())
 
     def end_of_step(self) -> None:
@@ -196,7 +196,7 @@ class Throughput:
     def read(self) -> dict[str, float]:
         """Close the interval and return its metrics. Call it right after the host has waited for the loss.
 
-        Metrics without suffix are global. Memory is of this process. Before the first step only memory is there.
+        Metrics without suffix are global. Memory is of this process. Before the first step it returns memory only.
         ``model_tflops_per_second`` needs counted FLOPs, and ``mfu`` a known peak.
         """
         self._close_interval()
@@ -215,14 +215,14 @@ class Throughput:
             metrics[f"{name}_per_second"] = per_second
             metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
         metrics["step_seconds"] = seconds / steps
-        # Less is that of a call that finds nothing to wait for.
+        # A shorter stall is the cost of a call that found nothing to wait for.
         if self._stalled_seconds >= SHORTEST_STALL_SECONDS:
             metrics["save_stall_seconds"] = self._stalled_seconds
         self._stalled_seconds = 0.0
         waited = sum(i.data_wait_seconds for i in counted)
-        # The wait for the first step may lie before the clock was started.
+        # The wait for the first step may have begun before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
-        # The device may have recorded more than could be kept, and then has no times for the interval.
+        # An interval has no times if the device recorded more of them than could be kept.
         timed = [interval for interval in counted if interval.parts]
         timed_seconds = max(sum(i.seconds for i in timed), 1e-9)
         for part in counted[-1].parts:
@@ -231,7 +231,7 @@ class Throughput:
         return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 
     def _flop_metrics(self, flops_per_second: float) -> dict[str, float]:
-        # A recipe that counts no FLOPs has no MFU, instead of one of 0.
+        # A recipe that counts no FLOPs has no MFU, rather than one of 0.
         if flops_per_second <= 0:
             return {}
         per_device = flops_per_second / self._world_size
@@ -288,7 +288,7 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
             "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
-            # Times that the allocator had to free its cache first: each waits for the device.
+            # Number of times that the allocator had to free its cache first, with a wait for the device.
             "allocator_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
         }
     import psutil

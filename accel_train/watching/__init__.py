@@ -1,1 +1,1 @@
-"""Runs for people to watch: ``accel-train monitor`` and ``accel-train report``, from the files of a run alone."""
+"""``accel-train monitor`` and ``accel-train report``: views of runs for people, from the files of a run alone."""

@@ -1,4 +1,4 @@
-"""Alerts: things to look at, from the records of a run. An alert stands as long as its cause is there."""
+"""Alerts: problems of a run for a person to look at. An alert stands as long as its cause does."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from accel_train.watching.run_files import Record, RunFiles
 from accel_train.watching.run_state import RunState, lines_by_mode
 
 SLOWER = 0.3
-"""An alert is due from this loss of throughput on, against the median of its start."""
+"""Fraction below the median throughput of the last start from which an alert is raised."""
 SPEED_LINES = 10
-"""Training lines of a start before its throughput is judged. The first intervals include warm-up."""
+"""Training lines that a start needs before its throughput is judged. The first intervals include warm-up."""
 SPIKE_BEFORE = 50
 """Lines of the same mode and terms to compare a loss with. A tenth of them suffices at the start."""
 SPIKE_RECENT = 10
-"""A spike stands for so many lines of its mode."""
+"""Number of lines of its mode for which a spike stands."""
 SPIKE_DEVIATIONS = 8.0
-"""Distance from the median, in standard deviations, estimated from the median deviation."""
+"""Distance above the median from which a loss is a spike, in standard deviations from the median deviation."""
 SPIKE_SHARE = 0.2
-"""Distance from the median, as a share of it, below which a loss is none: a converged loss hardly varies."""
+"""Distance above the median, as a fraction of it, that a spike needs as well: a converged loss hardly varies."""
 NORMAL = 1.4826
-"""Standard deviation of normally distributed values over their median deviation."""
+"""Ratio of the standard deviation of normally distributed values to their median deviation."""
 SAVES_MISSED = 2
-"""Distances of ``checkpoints.save_every`` without a checkpoint. One may still be written in the background."""
+"""Intervals of ``checkpoints.save_every`` that may pass without a checkpoint. One save may still be in progress."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Alert:
 
 
 def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
-    """Return the standing alerts, the gravest first."""
+    """Return the standing alerts, the most severe first."""
     found: list[Alert] = []
-    # stopped is none: the run saved, as it was asked to.
+    # `stopped` is no alert: the run saved, as requested.
     if state.status in ("crashed", "silent"):
         found.append(Alert(state.status, state.reason, state.step))
     found += _non_finite(files)
@@ -52,10 +52,10 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     found += _slow(state)
     found += _stragglers(files)
     found += _overdue_save(files, state)
-    # The worker of the pushes gives up a checkpoint, and training continues.
+    # The push worker has given up on these checkpoints, and training continues.
     for name, reason in files.failed_pushes.items():
         found.append(Alert("push", f"{name} was not pushed: {reason}"))
-    # Warnings of an earlier start may have been put right since.
+    # The causes of warnings of an earlier start may have been fixed since.
     for record in files.last_start:
         if record.get("event") == "warning":
             found.append(Alert("warning", str(record.get("message")), record.get("step")))
@@ -67,7 +67,7 @@ def _non_finite(files: RunFiles) -> list[Alert]:
     first: dict[str, Record] = {}
     for line in (*files.training, *files.evaluations):
         for name in _non_finite_fields(line):
-            # The first one: everything that depends on it follows.
+            # The first line only: values that depend on it become non-finite as well.
             first.setdefault(name, line)
     found: list[Alert] = []
     for name, line in first.items():
@@ -94,12 +94,12 @@ def _spikes(files: RunFiles) -> list[Alert]:
 def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
     highest: list[Alert] = []
     highest_loss = -math.inf
-    # The sum of other terms is another loss: a stage of the training begins with a step of it.
+    # Sums of different terms are not comparable: the loss jumps where a stage of the training adds a term.
     kinds = [_terms(line) for line in lines]
     losses = [float(line["loss"]) for line in lines]
     for index in range(max(0, len(lines) - SPIKE_RECENT), len(lines)):
         before = [losses[other] for other in range(index) if kinds[other] == kinds[index]][-SPIKE_BEFORE:]
-        # A median of fewer lines would be chance.
+        # A median of fewer lines would be mostly chance.
         if len(before) < SPIKE_BEFORE // 10:
             continue
         loss = losses[index]
@@ -112,18 +112,18 @@ def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
 
 
 def _terms(line: Record) -> frozenset[str]:
-    """Return the terms of the loss of a line. Empty where the recipe names none."""
+    """Return the terms of the loss of a line. Empty if the recipe names none."""
     return frozenset(name for name in line if is_term(name))
 
 
 def _limit(before: Sequence[float]) -> float:
-    """Return the highest loss still within the usual."""
+    """Return the highest loss that is not a spike after the losses ``before``."""
     middle = median(before)
     deviation = NORMAL * median(abs(value - middle) for value in before)
     # Medians, because one earlier spike would widen a mean and a standard deviation.
     by_deviation = middle + SPIKE_DEVIATIONS * deviation
     by_share = middle + SPIKE_SHARE * abs(middle)
-    # A few lines may deviate little by chance, so their highest counts too.
+    # A few lines may vary little by chance, so their maximum counts too.
     return max(by_deviation, by_share, max(before))
 
 
@@ -152,13 +152,13 @@ def _stragglers(files: RunFiles) -> list[Alert]:
 
 
 def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:
-    """Return an alert for a run training on without saving, as with ``checkpoints.on_error continue``."""
+    """Return an alert for a run that trains without saving, as with ``checkpoints.on_error continue``."""
     every = files.options.get("checkpoints.save_every")
     # Saves by minutes or epochs have no step at which one is overdue.
     if not isinstance(every, int) or every <= 0 or state.status != "training":
         return []
     saved = state.checkpoint_step or 0
-    # Seen by what is missing: a save that fails writes no line.
+    # Judged by the missing checkpoint, because a save that fails writes no line.
     if state.step - saved <= SAVES_MISSED * every:
         return []
     text = f"the newest checkpoint is of step {saved}, with checkpoints.save_every {every}; see logs/rank_0.log"

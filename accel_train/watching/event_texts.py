@@ -1,4 +1,4 @@
-"""Words for events that several pages show."""
+"""Texts for events that several pages show."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def straggler(record: Mapping[str, Any]) -> str:
 
 
 def starts_again(record: Mapping[str, Any]) -> bool:
-    """Return True for an event with which a start ends itself, and another one continues the run."""
+    """Return True for an event with which a start ends itself so that another one continues the run."""
     kind = record.get("event")
     return kind == "rollback" or (kind == "out_of_memory" and "next_micro_batch_size" in record)
 
 
 def out_of_memory(record: Mapping[str, Any]) -> str:
-    """Describe what ran out of memory, and with what the run continues, if it does."""
+    """Describe what ran out of memory and, if the run continues, its next micro-batch size."""
     size = f"micro-batch of {record.get('micro_batch_size')}"
     if starts_again(record):
         return f"{size}; continues with {record.get('next_micro_batch_size')}"

@@ -24,15 +24,15 @@ from accel_train.watching.status import condition_of
 from accel_train.watching.terminal import BLOCKS, Terminal, Watched, page
 from accel_train.watching.webhook import Webhook
 
-# Apart from 1 and 2, which every command uses for errors and wrong usage.
+# Distinct from 1 and 2, which every command uses for errors and wrong usage.
 EXIT_ALERT = 3
 ENDED = ("finished", "stopped", "crashed", "unrecorded")
 HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
 LAST_TRIES = 10
-"""Pages after the end of all runs on which a message that the webhook did not take is sent again."""
+"""Number of pages after the end of all runs on which messages that the webhook did not take are sent again."""
 LONGEST_EVERY = 86_400.0
-"""A day. The operating system sleeps no more than some centuries."""
+"""One day, in seconds. The operating system cannot sleep for longer than some centuries."""
 REST = 9.0
 """Seconds of rest for each second spent on a page."""
 CLEAR_REST_OF_LINE = "\x1b[K"
@@ -50,8 +50,8 @@ def monitor(
     """Show runs until all have ended or Ctrl-C. Return 3 if an alert stands on the last page, else 0.
 
     Files are read, and nothing is written or locked, so it may run on any machine with access to the directories. With
-    ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds. ``webhook`` is an address
-    that is told of ends and alerts.
+    ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds. ``webhook`` is the URL to
+    notify of ends and new alerts.
     """
     # False for NaN as well.
     if not 0 < every <= LONGEST_EVERY:
@@ -72,7 +72,7 @@ def monitor(
 
 
 def _exit_code(runs: Sequence[Watched]) -> int:
-    """Return 3 if an alert stands, so that a script needs to read nothing."""
+    """Return 3 if an alert stands, else 0, so that a script need not parse the output."""
     if any(run.alerts for run in runs):
         return EXIT_ALERT
     return 0
@@ -82,8 +82,8 @@ def _print_once(files: dict[Path, MetricsFile], as_json: bool) -> list[Watched]:
     now = time.time()
     runs = _look(files, now)
     if as_json:
-        # allow_nan=False: NaN is no JSON, and `plain` has made it a string. In ASCII, since a name on the disk may hold
-        # letters that the encoding of the output lacks.
+        # allow_nan=False: NaN is not valid JSON, and `plain` has made it a string. In ASCII, since a file name may have
+        # characters that the encoding of the output lacks.
         text = json.dumps(_as_json(runs, now), indent=2, allow_nan=False)
     else:
         text = "\n".join(page(runs, now, _terminal()))
@@ -108,7 +108,7 @@ def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) 
     if in_place:
         sys.stdout.write(CLEAR)
     try:
-        # Each page begins with what is on the disk by then: there is nothing to keep in step.
+        # Each page shows what is on the disk by then, so there is nothing to keep in sync.
         while True:
             now = time.time()
             trouble: list[str] = []
@@ -124,12 +124,12 @@ def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) 
             if all(run.state.status in ENDED for run in runs):
                 if is_told or not tries:
                     return runs
-                # The end of a run is the message that matters most, and nobody sends it later.
+                # The end of a run is the message that matters most, and no later page would send it.
                 tries -= 1
             # Watching shares the machine with training: at most a tenth of one core, however long the run is.
             time.sleep(max(every, REST * (time.time() - now)))
     except KeyboardInterrupt:
-        # The way to leave it, and no error. The last page stays on the terminal.
+        # Ctrl-C is the way to leave the monitor, not an error. The last page stays on the terminal.
         return runs
 
 

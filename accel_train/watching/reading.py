@@ -23,14 +23,14 @@ from accel_train.watching.run_files import MetricsFile, Process, Record, RunFile
 
 
 class NoRunError(UsageError):
-    """A file or directory that is there, and is no run."""
+    """A file or directory that exists but is not a run."""
 
 
 def find_directories(places: Sequence[str]) -> list[Path]:
     """Return the directories of runs, each once, in the given order.
 
-    Of several places, as of ``runs/*``, those that are there and hold no run are skipped with a line. Raises
-    ``UsageError`` as ``find_directory`` does for any other, and if no run is left.
+    Places that exist but are not a run, as ``runs/*`` may name, are skipped with a line on stderr. Raises
+    ``UsageError`` as ``find_directory`` does for any other error, and if no run is left.
     """
     found: dict[Path, None] = {}
     skipped: list[NoRunError] = []
@@ -47,7 +47,7 @@ def find_directories(places: Sequence[str]) -> list[Path]:
 
 
 def find_directory(text: str) -> Path:
-    """Return the directory of a run, also of one only just begun. Raises ``UsageError`` for anything else."""
+    """Return the directory of a run, even of one that has just begun. Raises ``UsageError`` for anything else."""
     path = expand_path(text)
     chosen = run_file.choice_of(path)
     if chosen is not None:
@@ -70,9 +70,9 @@ def find_directory(text: str) -> Path:
 
 
 def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
-    """Read everything shown of a run on a page. Only the new lines of ``metrics`` are parsed.
+    """Read everything that a page shows of a run. Only the new lines of ``metrics`` are parsed.
 
-    Raises ``UsageError`` for a disk that cannot be read, such as that of another machine which is away.
+    Raises ``UsageError`` for a disk that cannot be read, such as an unavailable one of another machine.
     """
     try:
         return _read(directory, metrics, now)
@@ -86,7 +86,7 @@ def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
 def _read(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
     records = metrics.read()
     checkpoint = _newest_checkpoint(directory)
-    # A recipe has its log before it takes the lock, and its first record before its first checkpoint.
+    # A recipe opens its log before it takes the lock, and writes its first record before its first checkpoint.
     is_beyond_records = checkpoint is not None or not (directory / "logs").is_dir()
     return RunFiles(
         directory=directory,
@@ -112,14 +112,14 @@ def _options(directory: Path, records: Sequence[Record]) -> Mapping[str, Any]:
 
 
 def _process(lock: Path) -> Process | None:
-    """Return the process in the lock file. Trying the lock instead could refuse a run starting at this moment."""
+    """Return the process named in the lock file. Taking the lock instead could fail a run that starts right now."""
     try:
         text = lock.read_text(encoding="utf-8", errors="replace").strip()
         started_at = lock.stat().st_mtime
     except OSError:
         return None
     holder = HOLDER.fullmatch(text)
-    # Also empty for a moment, while a start writes its name.
+    # The file is empty for a moment, while a start writes its name.
     if holder is None:
         return None
     # A process number means nothing on another host.
@@ -133,7 +133,7 @@ def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
     try:
         found = manifest.committed(directory / "checkpoints")
     except (OSError, ValueError):
-        # Deleted between two calls, or on a disk that is away.
+        # Deleted between two calls, or on a disk that is unavailable.
         return None
     if not found:
         return None

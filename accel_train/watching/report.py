@@ -1,4 +1,4 @@
-"""``accel-train report``: one HTML file about one run or several, without any request to a network."""
+"""``accel-train report``: one HTML file about one or several runs, which makes no network requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from accel_train.wording import readable_size
 
 
 def report(places: Sequence[str], output: str) -> int:
-    """Write the report and print its path. The runs are read only, and may be training."""
+    """Write the report and print its path. The runs are only read, and may still be training."""
     path = expand_path(output)
     _refuse_output(path)
     directories = find_directories(places)
-    # One moment for all runs, so that their ages compare.
+    # One moment for all runs, so that their ages are comparable.
     now = time.time()
     runs: list[ReportedRun] = []
     for directory in directories:
         files = read_files(directory, MetricsFile(directory / METRICS_FILE), now)
         state = state_of(files, condition_of(files))
         runs.append(ReportedRun(_name(directory, directories), files, state))
-    # A name on the disk may hold bytes that are no text.
+    # A file name may have bytes that are not valid text.
     content = page_html(runs).encode("utf-8", "replace")
     with refuse_unwritable(f"--output {path}", "give a file in a directory with write access"):
         replace_file(path, content)
@@ -39,12 +39,12 @@ def report(places: Sequence[str], output: str) -> int:
 
 
 def _refuse_output(path: Path) -> None:
-    """Raise ``UsageError`` for a place that holds no file, and for a file other than a report."""
+    """Raise ``UsageError`` if no file can be at ``path``, or if one is there that is not a report."""
     if path.is_dir():
         raise UsageError(f"--output {path}: is a directory; give the name of a file, such as {path}/report.html")
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: {path.parent} does not exist; make it, or give another file")
-    # An earlier report may be replaced, whatever else has that name may not.
+    # An earlier report may be replaced, but no other file.
     if path.exists() and not _is_report(path):
         raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")
 
@@ -55,7 +55,7 @@ def _is_report(path: Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            # The mark stands in the head of the page; a report may be large.
+            # The mark is in the head of the page, and a report may be large.
             return GENERATOR.encode() in file.read(1000)
     except OSError:
         return False

@@ -23,7 +23,7 @@ class Condition:
 
     status: Status
     reason: str = ""
-    """Why it is in this status, in words. Empty where the status says it."""
+    """Explanation of the status. Empty if the status says enough."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ class RunFiles:
     process: Process | None
     checkpoint: SavedCheckpoint | None
     failed_pushes: Mapping[str, str]
-    """Reasons of the Hub by the name of the checkpoint."""
+    """Reason for each failed push to the Hub, by the name of the checkpoint."""
     now: float
     without_records: bool = False
-    """True if its script seems to have no ``Recorder``: no file of records beside a checkpoint, or beside no log."""
+    """True if its script seems to have no ``Recorder``: there is no ``metrics.jsonl``, and there is a checkpoint or no
+    log directory."""
 
     @cached_property
     def training(self) -> Sequence[Record]:
-        """The training lines by rising step. Of a step repeated after a crash the later line counts."""
+        """The training lines by rising step. If a step was repeated after a crash, the later line counts."""
         return last_pass(self.records, "train")
 
     @cached_property
@@ -83,7 +84,7 @@ class RunFiles:
         return self.records
 
     def max_steps(self) -> int | None:
-        """Return the length of the run in optimizer steps, or None if its files do not tell."""
+        """Return the length of the run in optimizer steps, or None if its files do not tell it yet."""
         steps = self.options.get("max_steps")
         if isinstance(steps, int):
             return steps

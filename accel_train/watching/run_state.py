@@ -69,7 +69,7 @@ class RunState:
     directory: str
     status: Status
     reason: str
-    """Why it is in this status, in words. Empty where the status says it."""
+    """Explanation of the status. Empty if the status says enough."""
     step: int
     max_steps: int | None
     eta_seconds: float | None
@@ -81,7 +81,7 @@ class RunState:
     speed: Speed | None
     memory_gib: Mapping[str, float]
     gpu: Mapping[str, float | str]
-    """Fields of the newest training line about the main process's GPU, without ``gpu_``. Its memory is above."""
+    """Fields of the newest training line about the main process's GPU, without ``gpu_`` and without its memory."""
     memory_by_category: Mapping[str, Any]
     """Fields of the event ``memory`` of the last start: ``held_bytes``, ``host_bytes`` and totals."""
     checkpoint_step: int | None
@@ -93,7 +93,7 @@ def state_of(files: RunFiles, condition: Condition) -> RunState:
     """Return the state of a run at the time its files were read."""
     lines = files.training
     eta_seconds = None
-    # A run that does not train comes no nearer to its end.
+    # A run that is not training gets no closer to its end.
     if condition.status == "training" and lines:
         eta_seconds = _eta_seconds(files, lines[-1])
     saved_step, saved_seconds = _checkpoint(files)
@@ -122,13 +122,13 @@ def _eta_seconds(files: RunFiles, line: Record) -> float | None:
     step_seconds = number(line, "step_seconds")
     if max_steps is None or step_seconds is None or not math.isfinite(step_seconds):
         return None
-    # A run whose length was changed may be beyond its end.
+    # A run whose length was reduced may be past its end.
     steps_left = max(0, max_steps - newest_step(files))
     return steps_left * step_seconds
 
 
 def newest_step(files: RunFiles) -> int:
-    """Return the step reached by the last start: of its last line, or the one it resumed from."""
+    """Return the step reached by the last start: the highest in its lines, or the one it resumed from."""
     if files.without_records and files.checkpoint is not None:
         return files.checkpoint.step
     # Not the highest of all starts: a resume goes back to its checkpoint.
@@ -171,7 +171,7 @@ def losses_of(files: RunFiles) -> list[Loss]:
     found: list[Loss] = []
     for mode, lines in lines_by_mode(files).items():
         values = [float(line["loss"]) for line in lines]
-        # The newest value may be NaN. A curve has no place for one.
+        # The newest value may be NaN, but a curve cannot show it.
         finite = [value for value in values if math.isfinite(value)]
         curve = means(finite, CURVE_POINTS)
         found.append(Loss(mode, lines[-1]["step"], values[-1], curve))
@@ -213,7 +213,7 @@ def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> M
         value = number(line, name)
         if value is not None:
             values.append(Extremum(value, line["step"]))
-    # NaN compares with nothing, so min and max would return any value.
+    # Every comparison with NaN is False, so min and max could return any value.
     finite = [one for one in values if math.isfinite(one.value)]
     lowest = min(finite, key=lambda one: one.value, default=None)
     highest = max(finite, key=lambda one: one.value, default=None)
@@ -226,11 +226,11 @@ def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> M
 
 
 def speed_of(files: RunFiles) -> Speed | None:
-    """Return the throughput of the last start. Earlier starts may have had another machine."""
+    """Return the throughput of the last start. Earlier starts may have run on another machine."""
     values: list[float] = []
     for line in last_pass(files.last_start, "train"):
         value = number(line, "samples_per_second")
-        # A script of one's own may write 0 where it does not count.
+        # A custom script that does not count samples may write 0.
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
@@ -246,7 +246,7 @@ def _memory(lines: Sequence[Record]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in lines[-1]:
         value = number(lines[-1], name)
-        # Which of them there are depends on the device.
+        # Which of these fields exist depends on the device.
         if name.endswith("_gib") and value is not None:
             found[name] = value
     return found
@@ -261,7 +261,7 @@ def _gpu(lines: Sequence[Record]) -> dict[str, float | str]:
 
 
 def gpu_in_words(gpu: Mapping[str, float | str]) -> str:
-    """Describe utilization, power and temperature. Empty where none of them is known."""
+    """Describe utilization, power, temperature and throttling. Empty if none of them is known."""
     parts: list[str] = []
     forms = {"utilization": "{:.0%} busy", "power_watts": "{:.0f} W", "temperature_celsius": "{:.0f} °C"}
     for name, form in forms.items():

@@ -1,4 +1,4 @@
-"""Is a run training, silent or at its end? And how long may it take for its next line?"""
+"""Status of a run, such as training, silent or ended, and the time its next line may take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_train.watching.event_texts import out_of_memory, replicas_differ, sta
 from accel_train.watching.run_files import Condition, Record, RunFiles, number
 
 SHORTEST_SECONDS = 120.0
-"""No silence is shorter, so that a busy machine or a slow file system is none."""
+"""A shorter silence does not count, since a busy machine or a slow file system may cause it."""
 LINES = 10
-"""So many median times between two training lines may pass without one."""
+"""Number of median times between two training lines that may pass without one."""
 LONGEST = 2.0
 """Factor on the longest time seen so far. It covers saves, since no line announces them."""
 UNKNOWN_SECONDS = 1800.0
-"""Allowed for anything new to the run: loading, compilation, the first evaluation. It is the default of
+"""Time allowed for anything new to the run: loading, compilation, the first evaluation. It is the default of
 ``collective_timeout_seconds``, the time until a waiting process gives up."""
 
 
@@ -30,14 +30,14 @@ def condition_of(files: RunFiles) -> Condition:
     begins_again = _begins_again(files)
     half = _starts_again(files)
     if half is not None and not begins_again:
-        # Whoever starts it again may take its time, and the process of the lock has to end first.
+        # The next start may take a while, because the process that holds the lock has to end first.
         return _silent(files) or half
     ended = _ended(files)
     if process is not None and process.alive is False:
-        # A copy of the run has a younger lock, and a start on it had no step left.
+        # The lock may be newer than the end line: in a copy of the run, or after a start that had no step left.
         if begins_again and ended is not None and ended.status == "finished":
             return ended
-        # An end line is of the process that is gone only if that process wrote lines at all.
+        # An end line comes from the process that is gone only if that process wrote any lines.
         if ended is None or begins_again:
             return Condition("crashed", f"{process.text} is gone and wrote no end line")
     if begins_again:
@@ -55,7 +55,7 @@ def condition_of(files: RunFiles) -> Condition:
 
 
 def _unrecorded(files: RunFiles) -> Condition:
-    """Return the condition of a run whose script writes no records. Its end leaves no trace, so none is guessed."""
+    """Return the condition of a run whose script writes no records. Its end leaves no trace, so it is not guessed."""
     reason = f"no {METRICS_FILE}: its script has no Recorder, so only the checkpoints tell of it"
     # Unknown for a process on another host, and for one that has not written its name yet.
     alive: bool | None = None
@@ -89,9 +89,9 @@ def _starts_again(files: RunFiles) -> Condition | None:
 
 
 def _ended(files: RunFiles) -> Condition | None:
-    """Return the condition told by the end line of the last start, or None without one."""
+    """Return the condition in which the last start ended, or None if its records show no end."""
     for record in files.last_start:
-        # Its processes end each other, and the main one may not get to its end line.
+        # The processes end each other, so the main one may not reach its end line.
         if record.get("event") == "replicas_differ":
             return Condition("crashed", replicas_differ(record))
         if record.get("event") == "out_of_memory" and not starts_again(record):
@@ -132,7 +132,7 @@ def allowed_seconds(files: RunFiles) -> float:
     gaps = _gaps(lines, "train")
     if not gaps or _begins_again(files):
         return unknown
-    # The longest gap beside the median, because saves come rarely and no line announces them.
+    # Also the longest gap, because saves come rarely and no line announces them.
     allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
     # An evaluation writes its line at its end, so its beginning has to be guessed.
     if _may_evaluate(files, lines):
@@ -154,7 +154,7 @@ def _evaluation_seconds(files: RunFiles) -> float | None:
 
 
 def _gaps(lines: Sequence[Record], event: str) -> list[float]:
-    """Return the seconds before each line of ``event`` since the line before it."""
+    """Return the seconds between each line of ``event`` and the line before it, except for the first of a start."""
     found: list[float] = []
     for before, line in itertools.pairwise(lines):
         # A first training line also waits for loading and compilation, which happen once.
@@ -186,7 +186,7 @@ def _may_evaluate(files: RunFiles, lines: Sequence[Record]) -> bool:
 def _is_last(files: RunFiles, lines: Sequence[Record]) -> bool:
     steps = [record["step"] for record in lines if record.get("event") == "train"]
     max_steps = files.max_steps()
-    # Where the length is not known, every step may be the last one.
+    # If the length is not known, every step may be the last one.
     return max_steps is None or bool(steps and steps[-1] >= max_steps)
 
 

@@ -40,7 +40,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Abilities of the output."""
+    """Capabilities of the output."""
 
     width: int
     unicode: bool
@@ -60,7 +60,7 @@ def page(runs: Sequence[Watched], now: float, terminal: Terminal) -> list[str]:
     alerts = sum(len(run.alerts) for run in runs)
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     lines = [Line(f"{_count(len(runs), 'run')}, {_count(alerts, 'alert')}  {clock}", "dim")]
-    # Above all runs, where a terminal that is too low for the page still shows them.
+    # Above all runs, so that a terminal too short for the page still shows them.
     for run in runs:
         name = ""
         if len(runs) > 1:
@@ -82,7 +82,7 @@ def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
     lines = [Line(_headline(state), STATUS_STYLE[state.status])]
     directory = _shortened(state.directory, terminal.width - NAME_WIDTH - 2)
     rows = [("directory", directory)]
-    # The reason of an alert stands above, and a reader needs it once.
+    # The reason for an alert is shown above already.
     if state.reason and state.status not in ("crashed", "silent"):
         rows.append(("", state.reason))
     rows.append(("progress", _progress(state, terminal)))
@@ -100,14 +100,14 @@ def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
     rows.append(("checkpoint", _checkpoint(state)))
     for name, text in rows:
         lines.append(Line(f"  {name:<{NAME_WIDTH - 2}}  {text}"))
-    # Below, as the longest part: a low terminal cuts the page at its end.
+    # Last, as the longest part, because a short terminal cuts off the end of the page.
     lines += [Line(text) for text in _metric_table(state.metrics, terminal.width)]
     return lines
 
 
 def _headline(state: RunState) -> str:
     text = f"{state.name}: {state.status}"
-    # The age of a finished run's last line is no news of its training.
+    # The age of a finished run's last line says nothing about its training.
     if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
         text += f", last line {_age(state.last_line_seconds)}"
     return text
@@ -123,9 +123,9 @@ def _memory(memory_gib: Mapping[str, float]) -> str:
 
 def _progress(state: RunState, terminal: Terminal) -> str:
     parts = [f"step {state.step}"]
-    # Without a length, as in a script of one's own, there is no share of it.
+    # Without a length, as in a custom script, there is no fraction of it to show.
     if state.max_steps:
-        # A run whose length was lowered is beyond its end.
+        # A run whose length was reduced is past its end.
         share = min(1.0, state.step / state.max_steps)
         full, empty = ("█", "░") if terminal.unicode else ("#", ".")
         # The step and the time left have to fit beside it.
@@ -145,7 +145,7 @@ def _losses(losses: Sequence[Loss], terminal: Terminal) -> list[str]:
     room = max(0, terminal.width - NAME_WIDTH - 4 - width)
     shown: list[str] = []
     for text, loss in zip(texts, losses, strict=True):
-        # Coarser where there is less room, so that it still reaches back to the first step.
+        # Coarser if there is less room, so that it still reaches back to the first step.
         curve = sparkline(means(loss.curve, room), terminal.unicode)
         shown.append(f"{text:<{width}}  {curve}".rstrip())
     return shown
@@ -160,7 +160,7 @@ def sparkline(values: Sequence[float], unicode: bool) -> str:
         blocks = BLOCKS_IN_ASCII
     low = min(values)
     span = max(values) - low
-    # A constant is a low line, not a high one.
+    # A constant is drawn as a low line.
     if not span:
         return blocks[0] * len(values)
     highest = len(blocks) - 1
@@ -192,7 +192,7 @@ def _metric_table(metrics: Sequence[Metric], width: int) -> list[str]:
     if all(metric.lowest == metric.highest for metric in metrics):
         rows = [row[:2] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Names give way to values. Their ends differ more often than their beginnings.
+    # Names are shortened rather than values, and at the front, because their ends differ more often.
     room = width - sum(widths[1:]) - 2 * len(widths)
     widths[0] = min(widths[0], max(NAME_WIDTH, room))
     lines: list[str] = []
@@ -223,7 +223,7 @@ def _alert(name: str, alert: Alert, width: int) -> list[str]:
     if alert.step is not None:
         text += f" at step {alert.step}"
     text += f": {alert.message}"
-    # Wrapped, where other lines are cut: its end may say what to do.
+    # Wrapped, while other lines are cut, because its end may say what to do.
     return textwrap.wrap(text, max(20, width), subsequent_indent="  ")
 
 
@@ -232,14 +232,14 @@ def _age(seconds: float) -> str:
 
 
 def _shortened(path: str, width: int) -> str:
-    """Return the path, with its beginning left out where it is too long: its end tells runs apart."""
+    """Return the path, cut at the front if it is too long, because its end tells runs apart."""
     if len(path) <= width:
         return path
     return "..." + path[-max(0, width - 3) :]
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text, with its end left out where it is too wide."""
+    """Return the text, cut at the end if it is wider than ``width`` columns."""
     widths = [_columns(letter) for letter in text]
     if sum(widths) <= width:
         return text
@@ -249,7 +249,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _columns(letter: str) -> int:
-    """Return the columns of a letter: two for one of Chinese, none for an accent that joins the letter before."""
+    """Return the columns of a character: 2 if wide, as in Chinese, 0 for a combining accent, else 1."""
     if unicodedata.combining(letter):
         return 0
     is_wide = unicodedata.east_asian_width(letter) in ("W", "F")

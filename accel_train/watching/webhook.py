@@ -1,6 +1,6 @@
-"""Notifications of ``accel-train monitor --webhook``: news of a run, each once, as JSON to an address.
+"""Notifications of ``accel-train monitor --webhook``: each end and alert of a run, sent once as JSON to a URL.
 
-The monitor sends them and not the run, because a run that was killed or hangs sends nothing.
+The monitor sends them rather than the run, because a run that was killed or hangs sends nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 10.0
 ENDED = ("finished", "stopped")
-"""States of a run that are news without being alerts."""
+"""Statuses of a run that are sent although they are not alerts."""
 CHANGING = ("silent", "throughput", "save")
-"""Alerts whose numbers change while they stand. Those of any other kind tell one alert from the next."""
+"""Kinds of alerts whose numbers change while they stand. For any other kind, other numbers mean another alert."""
 
 
 class Webhook:
-    """An address that gets a message for each end of a run and for each new alert.
+    """A URL that gets a message for each end of a run and for each new alert.
 
     The message has ``text``, which Slack, Mattermost and Google Chat show, ``content``, which Discord shows, and for
-    scripts ``event``, ``run`` and ``step``. An address that fails is asked again with the next page.
+    scripts ``event``, ``run`` and ``step``. A message that fails is sent again with the next page.
     """
 
     def __init__(self, address: str) -> None:
@@ -56,7 +56,7 @@ class Webhook:
                 standing.add(key)
                 if key not in self._sent and self._send(run, event, message):
                     self._sent.add(key)
-        # A run that is resumed may end once more, and an alert that has gone may come back.
+        # A resumed run may end again, and an alert that is gone may come back.
         self._sent &= standing
         return self._sent == standing
 
@@ -72,10 +72,10 @@ class Webhook:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
                 self._is_failing = False
                 return True
-        # HTTPException: an answer that is none of HTTP, as of another service at this port.
+        # HTTPException: an answer that is not HTTP, as from another service at this port.
         except (OSError, ValueError, HTTPException) as error:
             if not self._is_failing:
-                # The host alone: whoever has the whole address can write to the channel.
+                # The host only: whoever has the whole address can write to the channel.
                 print(
                     f"--webhook: {self._host} did not take a message ({error}); it is tried again",
                     file=sys.stderr,
@@ -90,7 +90,7 @@ def _host_of(address: str) -> str:
     host = None
     # Spaces, line ends and letters beyond ASCII have to be escaped (%20).
     if re.fullmatch("(?i:https?)://[!-~]+", address):
-        # Also asked for its port, which may be no number.
+        # Reading the port raises ValueError if it is not a number.
         with suppress(ValueError):
             parts = urlsplit(address)
             host = parts.port != 0 and parts.hostname
@@ -103,7 +103,7 @@ def _host_of(address: str) -> str:
 
 
 def news_of(run: Watched) -> list[tuple[str, str]]:
-    """Return the events of a run as it stands: its end, if it has ended as it should, and its alerts."""
+    """Return (event, message) for the end of a run, if it has finished or stopped, and for each of its alerts."""
     state = run.state
     found: list[tuple[str, str]] = []
     if state.status in ENDED:

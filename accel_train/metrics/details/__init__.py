@@ -1,1 +1,1 @@
-"""What a training line says beyond totals: losses by sample and time, norms by part of the model."""
+"""Fields of training lines beyond totals: losses by sample and time, norms by part of the model."""

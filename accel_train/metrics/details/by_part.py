@@ -1,4 +1,4 @@
-"""Norms by part of the model: of the gradient, and of the update over that of the weights. Measured at log points."""
+"""Norms by part of the model: of the gradient, and of the update relative to the weights. Measured at log points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult
 
 MOST_PARTS = 12
-"""Parts whose fields still fit into a training line. More are joined where their paths begin alike."""
+"""Maximum number of parts, so that their fields fit into a training line. More are merged by their common prefixes."""
 
 
 class PartNorms:
@@ -26,7 +26,7 @@ class PartNorms:
     def __init__(
         self, accelerator: Accelerator, shards: Shards, by: Literal["parts", "blocks", "none"], *, ratios: bool
     ) -> None:
-        """With ``ratios``, also measure the update over the weights, which takes a copy of the trained weights."""
+        """With ``ratios``, also measure the update over the weights, which needs a copy of the trained weights."""
         self._accelerator = accelerator
         self._shards = shards
         self._measures_gradient = by != "none"
@@ -42,7 +42,7 @@ class PartNorms:
 
     @property
     def notices(self) -> list[str]:
-        """Lines about what was asked for and cannot be measured here."""
+        """Log lines about requested norms that cannot be measured here."""
         if not self._measures_blocks or (self._keeps_gradients and len(self._parts) > 1):
             return []
         reason = "the model has one part"
@@ -52,7 +52,7 @@ class PartNorms:
 
     @torch.no_grad()
     def before(self) -> None:
-        """Keep the weights before a step at whose end ``take`` is called."""
+        """Keep the weights before a step, if ``take`` will be called after it."""
         if self._ratios:
             self._before = {name: self._shards.master(name).clone() for name in self._place_by_name}
 
@@ -60,8 +60,8 @@ class PartNorms:
     def take(self, result: StepResult, grad_norm: float) -> dict[str, float]:
         """Return ``grad_norm_PART`` and ``update_ratio_PART`` of the step, for a log point. Collective.
 
-        The replicas of a shard count alike in every part, so only the shares of the parts are summed over the
-        processes: of the square of ``grad_norm``, and of the update in the weights.
+        The squares are summed over all processes, so a replicated shard counts several times, but equally often in
+        every part. Only ratios of the sums are used: shares of the square of ``grad_norm``, and update over weights.
         """
         gradients = self._squares_of_gradients(result)
         changes = self._squares_of_updates()
@@ -80,27 +80,27 @@ class PartNorms:
                 fields[f"grad_norm_{part}"] = grad_norm * math.sqrt(square / (whole or 1.0))
         if changes:
             for part, update, weight in zip(self._parts, *rows, strict=True):
-                # Weights of 0, as of a fresh adapter, have no ratio.
+                # Weights of 0, as in a fresh adapter, have no ratio.
                 if weight > 0:
                     fields[f"update_ratio_{part}"] = math.sqrt(update / weight)
         return fields
 
     def _squares_of_gradients(self, result: StepResult) -> list[Tensor]:
-        """Return the squared norm of the gradient of each part, (P,), of this process."""
-        # One part is the whole model, whose norm is known.
+        """Return the squared gradient norm of each part on this process, as one tensor (P,). Empty if not measured."""
+        # A single part is the whole model, whose norm is known.
         if result.gradient_norms is None or not self._measures_gradient or len(self._parts) == 1:
             return []
         places: list[int] = []
         squares: list[Tensor] = []
         for parameter, norm in zip(*result.gradient_norms, strict=True):
-            # One that was made trainable after `prepare` is in no part.
+            # A parameter that was made trainable after `prepare` is in no part.
             if id(parameter) in self._place_by_id:
                 places.append(self._place_by_id[id(parameter)])
                 squares.append(_local(norm).square())
         return [self._by_part(places, squares)]
 
     def _squares_of_updates(self) -> list[Tensor]:
-        """Return the squared norms of the update and of the weights before it, by part, (P,) each."""
+        """Return the squared norms of the update and of the weights before it, by part, (P,) each. Empty without."""
         before, self._before = self._before, {}
         if not before:
             return []
@@ -110,7 +110,7 @@ class PartNorms:
         return [self._by_part(places, updates), self._by_part(places, weights)]
 
     def _by_part(self, places: Sequence[int], squares: Sequence[Tensor]) -> Tensor:
-        """Add up the numbers of each part, on the device of the losses."""
+        """Add up the squares of each part, (P,), on the device of the losses."""
         device = self._accelerator.device
         index = torch.tensor(places, device=device)
         values = widest(torch.stack([square.to(device) for square in squares]))
@@ -119,15 +119,15 @@ class PartNorms:
 
 
 def _local(norm: Any) -> Tensor:
-    """Return the norm of this rank's shard under FSDP2, and any other as it is."""
+    """Return the norm of this rank's shard under FSDP2, and any other norm unchanged."""
     return norm.to_local() if hasattr(norm, "to_local") else norm
 
 
 def parts_of(names: Sequence[str], *, blocks: bool) -> dict[str, str]:
     """Return the part of the model that each parameter belongs to, by the path of its module.
 
-    The beginning that all paths share is left out, and they are cut to the length at which there are at most
-    ``MOST_PARTS``. With ``blocks`` the list of modules that has the most parameters is divided into its elements.
+    The common prefix of all paths is left out, and paths are shortened until there are at most ``MOST_PARTS``. With
+    ``blocks`` the list of modules with the most parameters is split into its elements.
     """
     paths = {name: name.split(".")[:-1] or [name] for name in names}
     # The name of a list stays, since the numbers in it say nothing.
@@ -136,7 +136,7 @@ def parts_of(names: Sequence[str], *, blocks: bool) -> dict[str, str]:
             break
         paths = {name: path[1:] for name, path in paths.items()}
     in_lists = {name: list_and_element for name, path in paths.items() if (list_and_element := _list_of(path))}
-    # Elements of a list are alike, and belong together.
+    # Elements of a list are alike, so they form one part.
     whole = paths | {name: path for name, (path, _) in in_lists.items()}
     depth = max(map(len, whole.values()))
     while depth > 1 and len({tuple(path[:depth]) for path in whole.values()}) > MOST_PARTS:
@@ -152,7 +152,7 @@ def parts_of(names: Sequence[str], *, blocks: bool) -> dict[str, str]:
 
 
 def _list_of(path: Sequence[str]) -> tuple[list[str], str] | None:
-    """Return the path of the outermost list of modules, and which element of it a path goes through."""
+    """Return the path of the outermost list of modules and the element of it on ``path``, or None without a list."""
     for place, word in enumerate(path):
         if word.isdigit() and place > 0:
             return list(path[:place]), word

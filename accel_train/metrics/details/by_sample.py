@@ -1,6 +1,6 @@
-"""Losses of single samples in training: their means by timestep, and each one in a file if asked for.
+"""Losses of single samples in training: their means by timestep and, if asked for, a file with each of them.
 
-A step computes them anyway. They stay on the device until a log point, where the host waits for it.
+A step computes them anyway. They stay on the device until a log point, where the host waits for the device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from accel_train.training.parameters import widest
 from accel_train.training.step_guard import StepResult
 
 BANDS = 4
-"""Equal parts of the times from 0 to 1."""
+"""Number of equal parts of the times from 0 to 1."""
 EVENT = "sample"
-"""Kind of the lines of the file."""
+"""Event of the lines of the file."""
 MOST_STEPS = 256
-"""Steps kept before they are added up, so that rare log points need little memory."""
+"""Steps kept on the device before they are added up, so that rare log points need little memory."""
 
 
 class _Rows(NamedTuple):
@@ -55,8 +55,8 @@ class SampleLosses:
     ) -> None:
         """``timesteps`` names the input with the time of a term, (B,) in [0, 1].
 
-        With a ``directory`` every sample is a line of its ``sample_losses.jsonl``, from which lines beyond
-        ``start_step`` are dropped. None: means by timestep only.
+        With a ``directory`` every sample becomes a line of its ``sample_losses.jsonl``, from which lines beyond
+        ``start_step`` are dropped first. None: means by timestep only.
         """
         self._accelerator = accelerator
         self._timesteps = timesteps
@@ -73,7 +73,7 @@ class SampleLosses:
         """Keep the losses of a step. No collective.
 
         Waits for the device only if samples are written, and only after ``MOST_STEPS`` steps without a log point or a
-        save. Raises ``UsageError`` if they are and the recipe gives sums over a micro-batch only.
+        save. Raises ``UsageError`` if samples are to be written but the recipe gives sums over a micro-batch only.
         """
         if not self._timesteps and self._lines is None:
             return
@@ -131,15 +131,15 @@ class SampleLosses:
             return 0.0
         loss, weight, time = widest(torch.cat(values, 1))
         band = (time * BANDS).long().clamp(0, BANDS - 1)
-        # A loss that is not finite has an event of its own, and would hide all others here.
+        # A non-finite loss has its own event, and would hide all others here.
         counted = (weight > 0) & loss.isfinite()
         is_in = (band == torch.arange(BANDS, device=band.device).unsqueeze(1)) & counted
         return torch.where(is_in, torch.stack([loss, weight]).unsqueeze(1), 0.0).sum(-1)
 
     def write(self) -> None:
-        """Write the samples of all processes so far, if asked for. It is then collective, and waits for the device.
+        """Write the samples of all processes so far, if asked for. Then it is collective and waits for the device.
 
-        Also due before a save, because a resume continues after it.
+        Also called before a save, because a resume continues after it.
         """
         self._read()
         if self._lines is None:
@@ -157,7 +157,7 @@ class SampleLosses:
         by_process: list[Any] | None = None
         if self._accelerator.is_main_process:
             by_process = [None] * self._accelerator.num_processes
-        # Accelerate's own would give every process all of them.
+        # Accelerate's gather_object would give every process all of them.
         torch.distributed.gather_object(lines, by_process)
         return [line for of_one in by_process or [] for line in of_one]
 
@@ -166,7 +166,7 @@ def _rows_of(evidence: Evidence, coefficients: Mapping[str, float]) -> Iterator[
     """Yield each trained term of each micro-batch whose losses and weights are given by sample."""
     for losses, weights, inputs in zip(evidence.losses, evidence.weights, evidence.rows, strict=True):
         for term, loss in zip(evidence.terms, losses, strict=True):
-            # Sums have no shape, and a recipe may give something else than a value for each sample.
+            # Sums have no shape, and a recipe may give something other than a value for each sample.
             is_by_sample = "sample" in inputs and loss.shape == weights[term].shape == inputs["sample"].shape
             if coefficients[term] != 0 and is_by_sample:
                 yield _Rows(term, loss, weights[term], inputs)
@@ -186,7 +186,7 @@ def _lines_of(
         occurrences: list[int] = rows.inputs["occurrence"].tolist()
         for sample, occurrence, *row in zip(samples, occurrences, *values, strict=True):
             named = {f"{column}_{rows.term}": value for column, value in zip(columns, row, strict=True)}
-            # A sample that only fills up a micro-batch, or has no place in this term, has no loss.
+            # A sample that only pads a micro-batch, or does not belong to this term, has no loss.
             if named[f"weight_{rows.term}"] > 0:
                 head = {"event": EVENT, "step": evidence.step + 1, "sample": sample}
                 lines.setdefault((sample, occurrence), head).update(named)

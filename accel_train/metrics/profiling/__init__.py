@@ -1,1 +1,1 @@
-"""Where the time of a training step goes, from a trace of torch's profiler (``--profile.steps``)."""
+"""Time of training steps: profiles by torch's profiler (``--profile.steps``), and cheaper metrics of every run."""

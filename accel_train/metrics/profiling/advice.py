@@ -13,12 +13,12 @@ from accel_train.store.names import CONFIG_FILE
 
 MOST = 3
 WORTH_WHILE = 0.05
-"""Below this share of a step, even removing it whole would hardly show beside the noise."""
+"""Smallest share of a step worth reducing. Removing less would hardly show beside the noise."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Facts for the advice, beside the figures."""
+    """Facts for the advice, beside the measured shares."""
 
     recipe: str
     """Path of the recipe, for the command."""
@@ -52,7 +52,7 @@ class Advice:
 
 
 def advise(shares: Shares, setting: Setting) -> list[Advice]:
-    """Return at most three options, the largest share first. None if no reducible part is large."""
+    """Return at most three options, the largest share first. Empty if no reducible part is large."""
     found = [_workers(shares, setting), _compile(shares, setting), _larger_micro_batch(shares, setting)]
     found += [_precision(shares, setting), _buckets(shares, setting)]
     # Largest first, so that the limit of three cuts what helps least.
@@ -62,7 +62,7 @@ def advise(shares: Shares, setting: Setting) -> list[Advice]:
 
 def _workers(shares: Shares, setting: Setting) -> Advice | None:
     waited = shares.of(WAIT)
-    # Without any, one worker already reads beside the step.
+    # From no workers to one, which already reads in parallel to the step.
     more = max(1, 2 * setting.num_workers)
     reason = (
         f"{waited:.0%} of the time is spent waiting for data with loader.num_workers {setting.num_workers}: more "
@@ -72,9 +72,9 @@ def _workers(shares: Shares, setting: Setting) -> Advice | None:
 
 
 def _compile(shares: Shares, setting: Setting) -> Advice | None:
-    # On a CPU the time of other operators is also that of their dispatch, which compilation removes alike.
+    # On a CPU the time of other operators includes their dispatch, which compilation removes as well.
     small = 1 - shares.of(COMPUTE) - shares.of(COMMUNICATION) - shares.of(WAIT)
-    # Advice is to try what the run does not do already.
+    # Advice is only about options that the run does not use yet.
     if setting.options["compile.mode"] != "off":
         return None
     parts = f"{MEMORY} and idle time" if shares.on_device else "small operators and Python between them"
@@ -84,7 +84,7 @@ def _compile(shares: Shares, setting: Setting) -> Advice | None:
 
 def _larger_micro_batch(shares: Shares, setting: Setting) -> Advice | None:
     gap = shares.of(IDLE) + shares.of(PYTHON)
-    # The whole share of a process is one micro-batch already.
+    # With one micro-batch per step, there is nothing to merge.
     if setting.accumulation_steps == 1:
         return None
     size = setting.micro_batch_size
@@ -104,7 +104,7 @@ def _precision(shares: Shares, setting: Setting) -> Advice | None:
 
 
 def _buckets(shares: Shares, setting: Setting) -> Advice | None:
-    # A hook that is set has changed what this would change.
+    # A hook that is set already changes what this option would change.
     hooked = setting.options["distributed.comm_hook"] != "none"
     if setting.world_size == 1 or not shares.on_device or hooked:
         return None

@@ -1,6 +1,6 @@
-"""Utilization, power and temperature of the main process's GPU, by NVIDIA's NVML. No wait for it, no collective.
+"""Utilization, power and temperature of the main process's GPU, from NVIDIA's NVML. No device wait, no collective.
 
-A thread asks the driver once a second, whatever the steps do, and a log point takes what it has gathered.
+A thread queries the driver once a second, independently of the steps, and a log point takes the samples so far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel_train.metrics.logs import details
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0
-"""Between two samples. The driver itself averages the utilization over up to a second."""
+"""Time between two samples. The driver itself averages the utilization over up to a second."""
 PATIENCE_SECONDS = 5.0
 GIB = float(1 << 30)
 THROTTLED = {
@@ -28,13 +28,13 @@ THROTTLED = {
     "HwThermalSlowdown": "hardware_thermal",
     "HwPowerBrakeSlowdown": "power_brake",
 }
-"""Reasons for a lower clock, by NVML's names. Idle clocks and clocks that somebody has set do not count."""
+"""Reasons for lowered clocks, by NVML's names. Idle clocks and clocks set by a user do not count."""
 
 S = TypeVar("S")
 
 
 class Query(NamedTuple):
-    """One figure of a device."""
+    """One metric of a device."""
 
     name: str
     """Field of a training line."""
@@ -70,10 +70,10 @@ def _without(reason: str) -> Callable[[], None]:
 
 
 class GpuFigures:
-    """Figures of one GPU since the last log point, sampled while the steps run. Nothing on other devices.
+    """Metrics of one GPU since the last log point, sampled while the steps run.
 
-    Needs the package nvidia-ml-py (extra ``gpu``) and a driver: without one of them, or for a figure that the device
-    does not have, fields are absent, and the log file says it once.
+    Needs the package nvidia-ml-py (extra ``gpu``) and a driver. Without one of them, or for a metric that the device
+    does not have, fields are absent, and the log file says so once.
     """
 
     def __init__(self, device: torch.device, seconds: float = SECONDS) -> None:
@@ -83,13 +83,13 @@ class GpuFigures:
         self._ended = threading.Event()
         self._queries = list(QUERIES)
         self._throttled: Mapping[int, str] = {}
-        """Words for the bits of NVML. Empty where the device does not tell."""
+        """Words for the bits of NVML. Empty if the device does not report them."""
         self._samples: dict[str, list[float]] = {}
         self._reasons = 0
 
     def watched(self, steps: Generator[S]) -> Generator[S]:
-        """Yield the steps, and sample until the last has ended."""
-        # Only with the first step, because the reader's workers are forked before the first batch.
+        """Yield the steps, and sample until the last one has ended."""
+        # Started with the first step, because the loader's workers are forked before the first batch.
         stop: Callable[[], None] | None = None
         try:
             with closing(steps):
@@ -102,7 +102,7 @@ class GpuFigures:
                 stop()
 
     def take(self) -> dict[str, float | str]:
-        """Return the fields of a training line: of the samples since the last call, or of the last one without any."""
+        """Return the fields of a training line, from the samples since the last call or else the last sample."""
         with self._lock:
             fields: dict[str, float | str] = {}
             for query in self._queries:
@@ -118,7 +118,7 @@ class GpuFigures:
         return fields
 
     def _start(self) -> Callable[[], None]:
-        """Begin to sample, and return a function that ends it."""
+        """Start sampling, and return a function that stops it."""
         try:
             nvml: Any = importlib.import_module("pynvml")
         except ImportError:
@@ -128,7 +128,7 @@ class GpuFigures:
         except nvml.NVMLError as error:
             return _without(f"NVML does not start: {error}")
         try:
-            # By UUID: NVML counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES.
+            # By UUID: NVML numbers all GPUs of the machine, torch only those of CUDA_VISIBLE_DEVICES.
             gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
         except nvml.NVMLError as error:
             nvml.nvmlShutdown()
@@ -157,7 +157,7 @@ class GpuFigures:
             try:
                 value = query.ask(nvml, gpu)
             except nvml.NVMLError as error:
-                # Such as the utilization of a part of a GPU (MIG).
+                # Such as the utilization of a GPU partition (MIG).
                 with self._lock:
                     self._queries.remove(query)
                 details(logger, f"training lines have no {query.name}: {error}")

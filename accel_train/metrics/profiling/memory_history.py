@@ -1,6 +1,6 @@
 """Every allocation of torch's CUDA allocator with its Python stack, as a snapshot for https://pytorch.org/memory_viz.
 
-The recorder is one for the process, and so is the state here.
+torch has one recorder per process, so the state here is global too.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 logger = logging.getLogger(__name__)
 SNAPSHOT = "memory_snapshot.pickle"
 MOST_ENTRIES = 100_000
-"""Allocations and releases that are kept, the newest. Each takes up to a few kilobytes of host memory."""
+"""Number of allocations and releases that are kept, the newest. Each takes up to a few kilobytes of host memory."""
 
 _is_recording = False
 
 
 def start() -> None:
-    """Record from here on. What is allocated already has no stack."""
+    """Start recording. Earlier allocations have no stack."""
     global _is_recording
-    # Of Python alone: the frames of C++ below them make a snapshot several times as large.
+    # Python frames only: the C++ frames below them make a snapshot several times as large.
     _record(max_entries=MOST_ENTRIES, stacks="python")
     _is_recording = True
 
 
 def stop() -> None:
-    """End the recording and forget what was recorded."""
+    """Stop recording and discard the history."""
     global _is_recording
     _record(None)
     _is_recording = False
 
 
 def write(path: Path) -> bool:
-    """Write a snapshot if a recording is on, and return True. A write error is logged: training goes on without it."""
+    """Write a snapshot, and return True if it was written. False without a recording, or after a logged write error."""
     if not _is_recording:
         return False
     try:
         path.parent.mkdir(exist_ok=True)
-        # torch writes in place, so the file gets its name when it is whole.
+        # torch writes in place, so the file gets its final name once it is complete.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
             written = Path(folder) / SNAPSHOT
             torch.cuda.memory._dump_snapshot(str(written))  # pyright: ignore[reportPrivateUsage]

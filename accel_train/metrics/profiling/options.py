@@ -1,4 +1,4 @@
-"""Options of the profile: which steps, and what is refused."""
+"""Options of the profile, and their checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE = "such as --profile.steps 10:20, which is steps 11 to 20"
 
 @dataclass(frozen=True)
 class StepRange:
-    """Optimizer steps after ``start`` up to ``stop``, as training lines count them."""
+    """Optimizer steps ``start + 1`` to ``stop``, as training lines count them."""
 
     start: int
     stop: int
@@ -23,7 +23,7 @@ class StepRange:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Where the time of a step goes, for a few steps of the main process."""
+    """Profile of the time of a few steps of the main process."""
 
     steps: str | None = None
     """Optimizer steps to profile, START:STOP: 10:20 is the ten steps 11 to 20. Writes a Chrome trace, the top operators
@@ -32,7 +32,7 @@ class ProfileConfig:
     profiled, at no cost."""
     memory: bool = False
     """Also record every allocation on the GPU in these steps, with its Python stack, and write
-    report/memory_snapshot.pickle for pytorch.org/memory_viz. Running out of memory meanwhile writes one into logs/.
+    report/memory_snapshot.pickle for pytorch.org/memory_viz. Running out of memory in them writes one into logs/.
     Costs microseconds per allocation, and host memory for up to 100,000 of them. Requires profile.steps and CUDA."""
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class ProfileConfig:
             refuse_without_effect(self, "profile", ["memory"], because, f"give a range, {EXAMPLE}")
 
     def range(self) -> StepRange | None:
-        """Return the steps to profile. Raises ``UsageError`` for a text that is no range."""
+        """Return the steps to profile, or None. Raises ``UsageError`` if ``steps`` is not a valid range."""
         if self.steps is None:
             return None
         match = re.fullmatch(r"(\d+):(\d+)", self.steps)
@@ -59,12 +59,12 @@ class ProfileConfig:
         return steps
 
     def holds(self, done: int) -> bool:
-        """Return True if the step after which ``done`` steps are done is profiled."""
+        """Return True if step ``done``, counted from 1, is profiled."""
         steps = self.range()
         return steps is not None and steps.start < done <= steps.stop
 
     def notices(self, start_step: int) -> list[str]:
-        """Return a line about steps to profile that were done before this start."""
+        """Return a log line if some of the steps to profile were done before this start."""
         steps = self.range()
         if steps is None or start_step <= steps.start:
             return []
@@ -72,7 +72,7 @@ class ProfileConfig:
         return [f"profile.steps: {self.steps}: this start resumes at step {start_step}: {left} profiled"]
 
     def refuse_device(self, kind: str) -> None:
-        """Raise ``UsageError`` for a recording of memory on a device of another kind than CUDA."""
+        """Raise ``UsageError`` for recording memory on a device other than CUDA."""
         if self.memory and kind != "cuda":
             raise UsageError(
                 f"profile.memory: true: torch records the allocations of CUDA alone, and this run is on {kind}; "
@@ -80,7 +80,7 @@ class ProfileConfig:
             )
 
     def refuse_without_training(self) -> None:
-        """Raise ``WithoutEffectError`` for steps to profile, in a start that does none."""
+        """Raise ``WithoutEffectError`` for steps to profile, in a start that does no steps."""
         # Recording memory requires the steps, so it gives way with them.
         because = "with evaluate_only: true, which does no steps"
         refuse_without_effect(self, "profile", ["steps", "memory"], because)

@@ -1,4 +1,4 @@
-"""Profile a range of training steps on the main process, and write the findings into the report."""
+"""Profile a range of training steps on the main process, and write the results into the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = 30
 
 
 class Step(Protocol):
-    """Batches of a step, as far as the profile is concerned."""
+    """Batches of a step, with the attributes that the profile needs."""
 
     @property
     def done(self) -> int: ...
@@ -47,14 +47,15 @@ Pause = Callable[[], AbstractContextManager[None]]
 def profiled(
     steps: Generator[S], wanted: StepRange, setting: Setting, start_step: int, device: torch.device, pause: Pause
 ) -> Generator[S]:
-    """Yield ``steps`` and profile those in ``wanted``, each with its wait for data. The main process alone calls it.
+    """Yield ``steps`` and profile those in ``wanted``, each with its wait for data. Main process only.
 
-    A run that resumes within the range profiles the rest of it, and one past it nothing. One that ends within the range
-    writes nothing. No collective: the other processes wait for this one in their next reduction while it writes.
+    A run that resumes within the range profiles the rest of it. A run that resumes past it profiles nothing, and one
+    that ends within it writes nothing. No collective: while this process writes the profile, the others wait for it in
+    their next reduction.
     """
     with closing(steps):
         done = start_step
-        # Without the profiler: even one that only waits slows the steps down.
+        # Without the profiler, since even an idle one slows the steps down.
         while done < wanted.start:
             batches = next(steps, None)
             if batches is None:
@@ -70,7 +71,7 @@ def _measured(
     steps: Generator[S], wanted: StepRange, setting: Setting, device: torch.device, pause: Pause
 ) -> Generator[S]:
     profiler = _profiler(device)
-    # The first start of torch's profiler takes a second, and kernels of the step before must not count.
+    # Paused, because the first start of torch's profiler takes a second. The pause also waits for earlier kernels.
     with pause():
         profiler.start()
         if setting.records_memory:
@@ -85,7 +86,7 @@ def _measured(
                     return
                 yield batches
                 finished = batches.done == wanted.stop
-                # Kernels that are still queued belong to the steps.
+                # Kernels that are still queued belong to the profiled steps.
                 if finished:
                     _wait(device)
     finally:
@@ -108,7 +109,7 @@ def _profiler(device: torch.device) -> profile:
 
 def _end_memory_history(setting: Setting, finished: bool) -> None:
     path = setting.directory / REPORT / memory_history.SNAPSHOT
-    # Written before the recording ends, which forgets it.
+    # Written before the recording stops, which discards it.
     if finished and memory_history.write(path):
         info(logger, f"written: {path}, for https://pytorch.org/memory_viz")
     memory_history.stop()
@@ -120,14 +121,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
-    """Write the three files. A full disk may cut the trace off: it costs the profile and not the run."""
+    """Write the trace, the operators and the summary. An error, such as a full disk, is logged as a warning."""
     report = setting.directory / REPORT
     try:
-        # Before the first evaluation, a run may have no report.
+        # Before its first evaluation a run may have no report folder.
         report.mkdir(exist_ok=True)
         trace = _write_trace(profiler, report / TRACE)
         shares = measure(events_of(trace))
-        # Self time: the total of an operator contains that of the operators it calls.
+        # Self time, because the total of an operator includes the operators it calls.
         order = "self_cuda_time_total" if shares.on_device else "self_cpu_time_total"
         table: str = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
         replace_file(report / OPERATORS, table.encode())
@@ -141,7 +142,7 @@ def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
 
 
 def _write_trace(profiler: profile, path: Path) -> dict[str, Any]:
-    # The profiler writes in place, so the file gets its name when it is whole.
+    # The profiler writes in place, so the file gets its final name once it is complete.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
         written = Path(folder) / TRACE
         profiler.export_chrome_trace(str(written))

@@ -1,4 +1,4 @@
-"""Where the time of the profiled steps went: each moment counts once, so the shares sum to 1."""
+"""Shares of the time of the profiled steps by kind of work. Each moment counts once, so they sum to 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = "other operators"
 PYTHON = "outside operators"
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Inductor names its pointwise kernels and reductions after the operators that they stand beside.
+# Inductor's pointwise and reduction kernels (triton_, not triton_tem_) are no compute, whatever their names contain.
 # conv(?!ert): a convolution, not the conversion of a dtype.
 COMPUTE_KERNEL = re.compile(
     r"(?!triton_(?!tem_)).*(gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|triton_tem|"
@@ -52,23 +52,23 @@ class Event:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the time of the profiled steps, evaluations and saves left out."""
+    """Shares of the time of the profiled steps, without evaluations and saves."""
 
     seconds: float
     """Duration of all profiled steps together."""
     steps: int
     on_device: bool
-    """The trace has work of a GPU."""
+    """True if the trace has work on a GPU."""
     parts: Mapping[str, float]
-    """By name, in the order in which they claim the time; they sum to 1."""
+    """Shares by name, in the order in which they claim the time. They sum to 1."""
 
     def of(self, part: str) -> float:
-        """Return the share of a part, 0 for one this kind of device lacks."""
+        """Return the share of a part, 0 for a part that this kind of device lacks."""
         return self.parts.get(part, 0.0)
 
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
-    """Return the spans of a Chrome trace, those of torch's profiler."""
+    """Return the spans of a Chrome trace by torch's profiler."""
     events: list[Event] = []
     for entry in trace["traceEvents"]:
         if entry.get("ph") == "X" and "dur" in entry:
@@ -78,9 +78,9 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def measure(events: Sequence[Event]) -> Shares:
-    """Return the shares of the time within the spans named ``STEP``. There must be one.
+    """Return the shares of the time within the spans named ``STEP``, of which there must be at least one.
 
-    A moment with several events belongs to the first part claiming it. On a GPU the order is compute, memory-bound
+    A moment with several events belongs to the first part that claims it. On a GPU the order is compute, memory-bound
     operators, communication, data wait, idle: communication and data wait count only where the GPU does nothing else.
     On a CPU the host itself reads the data, so the wait comes first.
     """
@@ -111,7 +111,7 @@ def _device_claims(events: Iterable[Event]) -> dict[str, list[Interval]]:
     for event in events:
         if event.category not in ON_DEVICE:
             continue
-        # First, because the name of a collective may have that of a data type's conversion in it.
+        # First, because the name of a collective may contain words of the other patterns.
         if COMMUNICATION_NAME.search(event.name):
             claims[COMMUNICATION].append(event.interval)
         elif event.category == "kernel" and COMPUTE_KERNEL.match(event.name):
@@ -133,7 +133,7 @@ def _host_claims(events: Iterable[Event]) -> dict[str, list[Interval]]:
         if communicates and event.category in ("cpu_op", "user_annotation"):
             claims[COMMUNICATION].append(event.interval)
         elif event.category == "cpu_op":
-            # The inner operator has the time: aten::linear holds an aten::addmm.
+            # Compute claims first, so an outer aten::linear keeps only the time outside its aten::addmm.
             part = COMPUTE if COMPUTE_OPERATOR.fullmatch(event.name) else OTHER
             claims[part].append(event.interval)
     return claims

@@ -1,6 +1,6 @@
-"""Parts of a step in every run: forward, backward, update. Without a profiler, and without a wait for the device.
+"""Times of the parts of a step in every run: forward, backward, update. No profiler, and no device wait per step.
 
-On CUDA the host returns from a call before the device has begun with it, so events in the stream take the times. They
+On CUDA a call returns to the host before the device has started the work, so events in the stream take the times. They
 are read at a log point, where the host has waited for the loss anyway.
 """
 
@@ -15,14 +15,14 @@ import torch
 
 Part = Literal["forward", "backward", "update"]
 MOST_EVENTS = 1 << 14
-"""Events between two reads. A log point every 100 steps of 50 micro-batches has 15,000."""
+"""Maximum number of events between two reads. A log point every 100 steps of 50 micro-batches needs 15,000."""
 
 
 class Clock(Protocol):
-    """A way to take the times of parts, on one device."""
+    """Clock for the parts of a step, on one device."""
 
     def mark(self, part: Part | None) -> None:
-        """End a part begun at the last mark. None: the time since then belongs to no part."""
+        """End the part that began at the last mark. None: the time since then belongs to no part."""
         ...
 
     def take(self) -> dict[Part, float]:
@@ -40,7 +40,7 @@ class StepTimes:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._taken: dict[Part, float] = {}
-        """Read for a total, and not yet by a log point."""
+        """Seconds that ``total`` has read from the clock, and that no log point has taken yet."""
         self._totals: dict[Part, float] = {}
         self._clock: Clock | None = None
         if device.type == "cpu":
@@ -59,13 +59,13 @@ class StepTimes:
             self._clock.mark(part)
 
     def take(self) -> dict[Part, float]:
-        """Return the seconds of each part since the last call, for a log point. Empty where they are not measured."""
+        """Return the seconds of each part since the last call, for a log point. Empty if they are not measured."""
         self._read()
         taken, self._taken = self._taken, {}
         return taken
 
     def total(self, part: Part) -> float:
-        """Return the seconds of a part since the start, NaN where it is not measured. Waits for a CUDA device."""
+        """Return the seconds of a part since the start, NaN if parts are not measured. Waits for a CUDA device."""
         self._read()
         if self._clock is None:
             return math.nan
@@ -97,7 +97,7 @@ class _HostClock:
 
 
 class _EventClock:
-    """Events in the stream of the computation. They are kept and recorded again after each log point."""
+    """Events in the compute stream. The event objects are reused after each log point."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -125,7 +125,7 @@ class _EventClock:
                 seconds[part] = seconds.get(part, 0.0) + milliseconds / 1e3
         self._parts = []
         if self._is_incomplete:
-            # A part of the interval would pass for the whole.
+            # Times of a part of the interval would pass for those of the whole.
             self._is_incomplete = False
             return {}
         return seconds

@@ -1,1 +1,1 @@
-"""Trackers, and how each takes pictures and texts of evaluations."""
+"""Trackers, and the pictures and texts of evaluations that they get."""

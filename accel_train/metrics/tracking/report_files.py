@@ -1,4 +1,4 @@
-"""Pictures and pages that an evaluation has written into the report. No torch."""
+"""Pictures and pages that an evaluation has written into the report. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_OF_AN_EVALUATION = {"curves.png", "profile.md"}
-"""Files drawn from the metrics, which trackers have already, or written by the profiler."""
+"""Files that are not sent: drawn from metrics that trackers have already, or written by the profiler."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ReportFile:
     """A picture or a text of the report, read once for all trackers."""
 
     name: str
-    """``report/NAME``, apart from the names of metrics."""
+    """``report/NAME``, so that it differs from the names of metrics."""
     path: Path
     text: str | None = None
     """None for a picture."""
@@ -38,7 +38,7 @@ class ReportFiles:
     """Watches the PNG and Markdown files of a report, without those in its folders, which are copies by step."""
 
     def __init__(self, report: Path) -> None:
-        """Take the present files as known, because an earlier start has sent them."""
+        """Treat existing files as known, because an earlier start has sent them."""
         self._report = report
         self._known = self._stamps()
 
@@ -56,7 +56,7 @@ class ReportFiles:
         return read
 
     def _stamps(self) -> dict[Path, tuple[int, int, int]]:
-        """Return what tells a rewritten file: time, size and number, since a clock may stand still."""
+        """Return (mtime in ns, size, inode) of each file. One that differs was rewritten: the mtime alone may not."""
         found: dict[Path, tuple[int, int, int]] = {}
         try:
             paths = sorted(self._report.iterdir())
@@ -65,7 +65,7 @@ class ReportFiles:
                     status = path.stat()
                     found[path] = status.st_mtime_ns, status.st_size, status.st_ino
         except OSError:
-            # Without a report, or with one that somebody is emptying, there is nothing to send.
+            # Without a report folder, or while it is being deleted, there is nothing to send.
             return found
         return found
 
@@ -80,5 +80,5 @@ def _read(path: Path) -> ReportFile:
         with Image.open(path) as opened:
             return ReportFile(name, path, image=opened.convert("RGB"))
     except (SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow's further errors for a damaged picture, and for one of more pixels than it opens.
+        # Pillow's other errors: for a damaged picture, and for one with more pixels than it opens.
         raise OSError(error) from None

@@ -1,4 +1,4 @@
-"""How each tracker takes a picture or a text: by Accelerate's ``log_images`` and ``log_table``, or its own calls."""
+"""Sending of a picture or a text to each tracker, by Accelerate's ``log_images`` and ``log_table`` or its own calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Send = Callable[[Any, ReportFile, int], None]
 
 
 def send(tracker: Any, file: ReportFile, step: int) -> bool:
-    """Send a picture or a text. False for a tracker that takes none. Raises whatever the tracker raises."""
+    """Send a picture or a text. Return False if the tracker takes none. Raises whatever the tracker raises."""
     is_text = file.image is None
     table = TEXTS if is_text else PICTURES
     call = table.get(tracker.name)
-    # One registered by the user, which may have the methods of Accelerate's own.
+    # A tracker registered by the user may have the methods of Accelerate's own trackers.
     if call is None and is_text and hasattr(tracker, "log_table"):
         call = _table
     if call is None and not is_text and hasattr(tracker, "log_images"):
@@ -33,7 +33,7 @@ def _pictures(tracker: Any, file: ReportFile, step: int) -> None:
 
 
 def _picture(tracker: Any, file: ReportFile, step: int) -> None:
-    """For trackers whose ``log_images`` passes its value on as one picture, whatever its docstring says."""
+    """Send to a tracker whose ``log_images`` passes its value on as one picture, despite its docstring."""
     tracker.log_images({file.name: file.image}, step=step)
 
 
@@ -54,7 +54,7 @@ def _table(tracker: Any, file: ReportFile, step: int) -> None:
 
 
 def _wrapped(package: str, kind: str) -> Send:
-    """Log an object of the tracker's package, made of the picture or the text."""
+    """Return a function that logs the picture or the text as an object of the tracker's own package."""
 
     def call(tracker: Any, file: ReportFile, step: int) -> None:
         value = file.text if file.image is None else file.image
@@ -73,7 +73,7 @@ def _comet_text(tracker: Any, file: ReportFile, step: int) -> None:
 
 
 def _mlflow_artifact(tracker: Any, file: ReportFile, step: int) -> None:
-    # Artifacts have no step, so each has a folder.
+    # Artifacts have no step, so each step has a folder.
     tracker.log_artifact(str(file.path), artifact_path=f"report/step_{step:08d}")
 
 
@@ -103,4 +103,4 @@ TEXTS: Mapping[str, Send] = {
     "comet_ml": _comet_text,
     "mlflow": _mlflow_artifact,
 }
-"""DVCLive is not in it: it has no texts."""
+"""DVCLive is missing, because it does not take texts."""

@@ -1,4 +1,4 @@
-"""Accelerate's trackers: errors stop the run before training, and are only logged while it runs."""
+"""Accelerate's trackers. Errors stop the run before training, but are only logged during training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTALL = {
     "wandb": '"accel-train[wandb]"',
     "mlflow": '"accel-train[mlflow]"',
     "swanlab": '"accel-train[swanlab]"',
-    "aim": '"aim<4"',  # Accelerate takes a newer one for missing
+    "aim": '"aim<4"',  # Accelerate treats a newer version as missing
     "clearml": "clearml",
     "comet_ml": "comet_ml",
     "dvclive": "dvclive",
@@ -52,7 +52,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(tracker) for tracker in get_available_trackers()}
-    # All of them before the first is started: one that cannot start leaves no half-started ones behind.
+    # All are checked before the first is started, so that an error leaves none half started.
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UsageError(
@@ -65,7 +65,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
                 f"log.trackers: {name!r} needs a package that is not installed, or not in a version that "
                 f"Accelerate takes; pip install {INSTALL[name]}, or leave {name!r} out"
             )
-    # Twice in the list would log every value twice.
+    # A tracker listed twice would log every value twice.
     return tuple(dict.fromkeys(names))
 
 
@@ -124,7 +124,7 @@ class Trackers:
             accelerator.init_trackers(
                 run.project, config=flatten_config(config), init_kwargs=_init_arguments(run, str(folder))
             )
-        except Exception as error:  # of a network, an account or a package, each with types of its own
+        except Exception as error:  # from a network, an account or a package, each with its own types
             raise UsageError(
                 f"log.trackers: {', '.join(names)} could not start: {type(error).__name__}: {error}. "
                 "Set up its account or offline mode, or leave it out (--log.trackers with no name)"
@@ -138,7 +138,7 @@ class Trackers:
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         for tracker in list(self._accelerator.trackers):  # a copy, because a failure may remove one
             try:
-                # One by one: in `Accelerator.log` a failing tracker would keep the values from those behind it.
+                # One by one: in `Accelerator.log` a failing tracker would keep the values from those after it.
                 tracker.log(numbers, step=step)
                 self._failures[tracker.name] = 0
             except Exception as error:  # each tracker has exceptions of its own
@@ -154,8 +154,8 @@ class Trackers:
     def send(self, files: Sequence[ReportFile], step: int) -> None:
         """Send pictures and texts of an evaluation. Never raises.
 
-        After ``MAX_FAILURES`` evaluations in a row a tracker gets no more of them, with one warning. It goes on with
-        the numbers, whose failures are counted apart.
+        After failing for ``MAX_FAILURES`` evaluations in a row, a tracker gets no more of them, with one warning. It
+        still gets the numbers, whose failures are counted separately.
         """
         for tracker in self._accelerator.trackers:
             name = tracker.name
@@ -203,7 +203,7 @@ def _is_number(value: object) -> bool:
 
 
 def _init_arguments(run: RunName, folder: str) -> dict[str, dict[str, object]]:
-    """Return run name and folder in the arguments of each tracker."""
+    """Return the init arguments of each tracker for the run name and the folder."""
     wandb: dict[str, object] = {"name": run.run, "dir": folder}
     if run.run_id:
         wandb |= {"id": run.run_id, "resume": "allow"}

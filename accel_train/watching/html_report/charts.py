@@ -9,9 +9,9 @@ from typing import Any
 from accel_train.metrics.panels import SMOOTH_FROM, Panel, Series, panels_of, smoothed
 
 BUCKETS = 300
-"""Stretches of a long curve. Each keeps its lowest and its highest point."""
+"""Number of stretches of a long curve. Each keeps its lowest and its highest point."""
 LOG_FROM = 10.0
-"""A noisy positive curve over more than this range is drawn on a logarithmic axis, as in curves.png."""
+"""Ratio of the largest to the smallest value above which a noisy positive curve is drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Curve:
     smooth: Sequence[float]
     """The smoothed curve at the same steps, computed from all logged points. Empty for a smooth curve."""
     logged: int
-    """Finite values in the log. More than are drawn if the curve was thinned."""
+    """Number of finite values in the log, more than are drawn if the curve was thinned."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _groups_of_one(records: Sequence[Any]) -> list[_Group]:
             # A shuffled metric has the color of its partner, dashed.
             color = colors.setdefault(_partner(label), len(colors))
             group.lines.append((label, color, series))
-        # A panel of text, of a single evaluation, is a row of the table instead.
+        # A panel of text, for a single evaluation, becomes rows of the table instead.
         if group.lines:
             groups.append(group)
     return groups
@@ -91,7 +91,7 @@ def _groups_of_several(runs: Sequence[tuple[str, Sequence[Any]]]) -> list[_Group
         for panel in panels_of(records):
             for label, series in panel.drawn().items():
                 title = f"{panel.title}: {label}"
-                # The label of the only line of a panel may hold numbers of the run, which differ.
+                # The label of a panel's only line may contain numbers, which differ between runs.
                 if len(panel.lines) == 1:
                     title = panel.title
                 # The first run with a panel decides its axes.
@@ -121,7 +121,7 @@ def _chart(group: _Group) -> Chart:
 def _curve(label: str, color: int, series: Series, noisy: bool) -> Curve:
     kept = kept_points(series.values)
     smooth: list[float] = []
-    # Of all logged points, before any is left out.
+    # Smoothed over all logged points, before any is left out.
     if noisy and len(series.values) >= SMOOTH_FROM:
         curve = smoothed(series.values)
         smooth = [curve[index] for index in kept]
@@ -137,7 +137,7 @@ def _curve(label: str, color: int, series: Series, noisy: bool) -> Curve:
 
 
 def kept_points(values: Sequence[float]) -> list[int]:
-    """Return the indices to draw: all, or of each bucket the lowest and the highest, with the first and the last."""
+    """Return the indices to draw: all, or the first, the last, and the lowest and highest of each bucket."""
     count = len(values)
     # Up to here, thinning would save nothing.
     if count <= 2 * BUCKETS:
@@ -147,7 +147,7 @@ def kept_points(values: Sequence[float]) -> list[int]:
         first = bucket * count // BUCKETS
         end = (bucket + 1) * count // BUCKETS
         stretch = range(first, end)
-        # Not means: a spike of one line is what somebody looks for.
+        # Not means, which would hide a spike of a single line.
         kept.add(min(stretch, key=values.__getitem__))
         kept.add(max(stretch, key=values.__getitem__))
     return sorted(kept)

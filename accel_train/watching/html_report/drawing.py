@@ -18,11 +18,11 @@ RIGHT = 408
 TOP = 10
 BOTTOM = 212
 DIGIT_WIDTH = 8
-"""At most, in the font of the labels."""
+"""Maximum width of a digit in the font of the labels."""
 COLORS = 8
-"""Colors of the style sheet. A ninth line has the first one again."""
+"""Number of colors in the style sheet. A ninth line gets the first one again."""
 POINTS_SHOWN = 30
-"""A short curve is drawn with a dot for each value."""
+"""Maximum number of points for a curve with a dot at each value."""
 TICKS = ("save", "evaluation")
 """Events too frequent for a line across the chart."""
 
@@ -40,7 +40,7 @@ class Axes:
         return LEFT + (RIGHT - LEFT) * step / max(1, self.last_step)
 
     def y(self, value: float) -> float:
-        """Return the height of a value. A logarithmic axis needs a positive one."""
+        """Return the y coordinate of a value, which must be positive on a logarithmic axis."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -53,7 +53,7 @@ def axes_of(chart: Chart, last_step: int) -> Axes:
     if chart.logarithmic:
         return Axes(last_step, low / 1.1, high * 1.1, True)
     if chart.from_zero:
-        # 1.0 where all values are 0, since an axis needs a length.
+        # 1.0 if all values are 0, since an axis needs a length.
         return Axes(last_step, 0.0, 1.1 * high or 1.0, False)
     # A constant curve runs through the middle.
     room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
@@ -61,7 +61,7 @@ def axes_of(chart: Chart, last_step: int) -> Axes:
 
 
 def draw(chart: Chart, events: Sequence[tuple[str, Event]], last_step: int) -> str:
-    """Return the SVG element. Events come with the class of their color."""
+    """Return the SVG element. Each event comes with the CSS class of its color."""
     axes = axes_of(chart, last_step)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} against step">']
     parts += _grid(axes)
@@ -86,7 +86,7 @@ def _classes(curve: Curve) -> str:
 
 def _lines(curve: Curve, axes: Axes) -> list[str]:
     raw = _path(curve.steps, curve.values, axes)
-    # Faint and strong: the style sheet tells them apart by their classes.
+    # The style sheet draws the raw line faint and the smoothed one strong.
     if curve.smooth:
         smooth = _path(curve.steps, curve.smooth, axes)
         return [f'<path class="raw" d="{raw}"/>', f'<path class="smooth" d="{smooth}"/>']
@@ -98,7 +98,7 @@ def _lines(curve: Curve, axes: Axes) -> list[str]:
 
 
 def _path(steps: Sequence[int], values: Sequence[float], axes: Axes) -> str:
-    # A tenth of a unit is a tenth of a pixel on most screens.
+    # One decimal: a tenth of a unit is about a tenth of a pixel on most screens.
     points = [f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
     return "M" + " ".join(points)
 
@@ -108,7 +108,7 @@ def _mark(color: str, event: Event, axes: Axes) -> str:
     x = axes.x(event.step)
     title = f"<title>{escape(event.kind)} at step {event.step:,}: {escape(event.text)}</title>"
     if event.kind in TICKS:
-        # On the axis, which saves touch from below and evaluations from above.
+        # Triangles on the axis: saves touch it from below, evaluations from above.
         side = -5
         if event.kind == "save":
             side = 5
@@ -119,7 +119,7 @@ def _mark(color: str, event: Event, axes: Axes) -> str:
 
 def _step_label(x: float, text: str) -> str:
     anchor = "middle"
-    # The drawing ends soon behind the axis, and a long number would be cut off there.
+    # The drawing ends shortly after the axis, where a long number would be cut off.
     if x + DIGIT_WIDTH * len(text) / 2 > WIDTH:
         anchor = "end"
         x = WIDTH
@@ -133,7 +133,7 @@ def _grid(axes: Axes) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     for step in linear_ticks(0, axes.last_step):
-        # A run of two steps would have one at 0.5.
+        # A short run has ticks between two steps, such as 0.5.
         if step != int(step):
             continue
         parts.append(_step_label(axes.x(step), short(step)))
@@ -143,12 +143,12 @@ def _grid(axes: Axes) -> list[str]:
 
 
 def value_ticks(axes: Axes) -> list[float]:
-    """Return the values with a line and a number."""
+    """Return the values that get a grid line and a number."""
     if not axes.logarithmic:
         return linear_ticks(axes.low, axes.high)
     first = math.floor(math.log10(axes.low))
     last = math.ceil(math.log10(axes.high))
-    # Over many decades a number for each suffices.
+    # Over many decades one number per decade is enough.
     factors = (1,)
     if last - first <= 2:
         factors = (1, 2, 5)
@@ -173,7 +173,7 @@ def short(value: float) -> str:
     """Format a number for an axis: ``12k``, ``0.25``, ``1.5e-4``."""
     size = abs(value)
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # Four digits fit on an axis as they are.
+        # Numbers of up to four digits fit on an axis without a suffix.
         if size >= max(factor, 1e4):
             return f"{value / factor:.4g}{suffix}"
     if 0 < size < 1e-3:

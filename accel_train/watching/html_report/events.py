@@ -45,7 +45,7 @@ class Event:
 def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
     """Split the records into those of each start, oldest first."""
     begins = [index for index, record in enumerate(records) if record.get("event") == "environment"]
-    # A log that somebody has cut begins in the middle of a start.
+    # A file that was cut by hand begins in the middle of a start.
     if records and begins[:1] != [0]:
         # Its lines count as a start of their own, so that none is lost.
         begins.insert(0, 0)
@@ -54,7 +54,7 @@ def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
 
 
 def events_of(records: Sequence[Record]) -> list[Event]:
-    """Return the events in the order of the file, non-finite values behind them."""
+    """Return the events in the order of the file, followed by the non-finite values."""
     found: list[Event] = []
     starts = starts_of(records)
     for index, start in enumerate(starts):
@@ -68,7 +68,7 @@ def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
     kinds = {record.get("event") for record in start}
     ends_itself = any(starts_again(record) for record in start)
     for record in start:
-        # One process ran out of memory, and the main one may have ended by an error that came of it.
+        # One process ran out of memory, so the end of the main one may only be a consequence.
         if record.get("event") == "end" and ends_itself:
             continue
         event = _event(record)
@@ -85,7 +85,7 @@ def _begin(start: Sequence[Record]) -> Event:
     environment = start[0]
     text = describe_machine(environment)
     time = number(environment, "time")
-    # A resume line comes behind those of the environment and the config.
+    # A resume line comes after those of the environment and the config.
     for record in start:
         step = _step(record)
         if record.get("event") == "resume" and step is not None:

@@ -61,11 +61,11 @@ def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tupl
     world_size = int(environment.get("world_size") or 1)
     recipe = environment.get("recipe")
     if isinstance(recipe, str) and Path(recipe).name != Path(words[0]).name:
-        # A notebook or a script has called its `main`, with words that are in the config alone.
+        # A notebook or a script has called the recipe's `main` with arguments that only the config has.
         resume = resume_command(directory, shlex.quote(recipe), world_size)
         return [("Recipe", recipe), ("Called by", command), ("To resume", resume)]
     preset = "the recipe's own"
-    # The first word behind the recipe is a preset or a YAML file, unless it is an option.
+    # The first word after the recipe is a preset or a YAML file, unless it is an option.
     if len(words) > 1 and not words[1].startswith("-"):
         preset = words[1]
     return [
@@ -80,7 +80,7 @@ def _split(command: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError:
-        # A quote without its partner: the line was edited by hand.
+        # An unmatched quote: the line was edited by hand.
         return command.split()
 
 
@@ -94,9 +94,9 @@ def resume_command(directory: Path, command: str, world_size: int) -> str:
     recipe = shlex.quote(words[0])
     options = shlex.join(words[1:])
     config = directory / CONFIG_FILE
-    # Not written yet, or deleted: then the recorded arguments have to do.
+    # If it is not written yet or was deleted, the recorded arguments have to do.
     if config.is_file():
-        # The file has the directory as it was given, which a moved run has left.
+        # The file has the directory as it was given, which is wrong for a run that was moved.
         options = shlex.join([str(config), "--output_dir", str(directory.absolute())])
     program = "python"
     if world_size > 1:
@@ -121,7 +121,7 @@ def _versions(environment: Mapping[str, Any]) -> str:
 
 
 def _hours(starts: Sequence[Sequence[Record]]) -> str:
-    """Return the time of all starts up to their last lines. Lines dropped by a resume are not in it."""
+    """Describe the total time of all starts up to their last lines, without lines that a resume has dropped."""
     if not starts:
         return ""
     seconds = 0.0
@@ -139,7 +139,7 @@ def _hours(starts: Sequence[Sequence[Record]]) -> str:
 
 
 def _stall(lines: Sequence[Record]) -> str:
-    """Return the time by which saves held up the training lines that are left. Empty without any."""
+    """Describe how long saves blocked training, over the training lines of the file. Empty if they never did."""
     stalls = [number(line, "save_stall_seconds") or 0.0 for line in lines]
     total = sum(stalls)
     if not total:

@@ -1,4 +1,4 @@
-"""Parts for all sections of the page. Everything from a file is escaped."""
+"""HTML elements for all sections of the page. All text from files is escaped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-# Inside a word of letters, not inside a number.
+# A dot or underscore between letters, not one in a number.
 BREAKABLE = re.compile(r"(?<=[a-z])([_.])(?=[a-z])")
 
 
@@ -19,7 +19,7 @@ def section(title: str, parts: Sequence[str]) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table. One too wide scrolls by itself, and the page does not."""
+    """Return a table. If it is too wide, it scrolls by itself and the page does not."""
     parts = ['<div class="table">', "<table>", _row(head, "th")]
     parts += [_row(row, "td") for row in rows]
     return [*parts, "</table>", "</div>"]
@@ -35,12 +35,12 @@ def _row(cells: Sequence[str], tag: str) -> str:
 
 
 def details(summary: str, parts: Sequence[str]) -> list[str]:
-    """Return parts, folded away behind a line."""
+    """Return the parts, folded away behind the line ``summary``."""
     return [f"<details><summary>{escape(summary)}</summary>", *parts, "</details>"]
 
 
 def command(text: str) -> str:
-    """Return a command whose words stay in one piece: a browser would break a line inside ``--``."""
+    """Return a command whose words are not broken: a browser would break a line inside ``--``."""
     words = [f"<span>{escape(word)}</span>" for word in text.split(" ")]
     return f"<code>{' '.join(words)}</code>"
 

@@ -19,10 +19,10 @@ from accel_train.watching.html_report.markup import clock, command, section
 from accel_train.watching.html_report.tables import ReportedRun
 
 GENERATOR = '<meta name="generator" content="accel-train report">'
-# Even a mistake in the escaping could neither load nor send anything.
+# With this policy even a mistake in the escaping could neither load nor send anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 ON_CURVES = [kind for kind in get_args(Kind) if kind not in ("start", "end")]
-"""Kinds of events to mark. Start and end are the ends of the curve."""
+"""Kinds of events to mark on curves. Start and end need no mark: they are the ends of the curve."""
 
 
 def page_html(runs: Sequence[ReportedRun]) -> str:
@@ -61,13 +61,13 @@ def _head(title: str) -> list[str]:
 
 
 def _resource(name: str) -> str:
-    """Return the text of a file beside this module, from a wheel as well."""
+    """Return the text of a file beside this module, also if the package is installed from a wheel."""
     file = resources("accel_train.watching.html_report") / name
     return file.read_text(encoding="utf-8")
 
 
 def _heads(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the facts of each run. Where there are several, their headings are the key of the colors."""
+    """Return the facts of each run. If there are several, their headings are the legend of the colors."""
     parts: list[str] = []
     for index, run in enumerate(runs):
         parts.append("<section>")
@@ -103,7 +103,7 @@ def _curves(charts: Sequence[Chart], runs: Sequence[ReportedRun], last_step: int
 
 
 def _controls(charts: Sequence[Chart], with_events: bool) -> list[str]:
-    """Return the switches for parts of all charts. The script shows them, since they do nothing without one."""
+    """Return the switches for parts of all charts. The script unhides them, since they do nothing without it."""
     parts = ['<p class="controls" hidden>']
     if any(curve.smooth for curve in _all_curves(charts)):
         parts += [_switch("raw", "logged points"), _switch("smooth", "smoothed")]
@@ -138,7 +138,7 @@ def _figure(number: int, chart: Chart, events: Sequence[tuple[str, Event]], last
 
 
 def _key(index: int, curve: Curve) -> str:
-    """Return the name of a curve with its last value, which switches the curve off and on."""
+    """Return the legend entry of a curve, with its last value and a box that switches the curve off and on."""
     dashes = " dashed" if curve.dashed else ""
     swatch = _swatch(curve.color, dashes)
     last = f'<span class="last">{curve.values[-1]:.4g}</span>'
@@ -151,7 +151,7 @@ def _all_curves(charts: Sequence[Chart]) -> list[Curve]:
 
 
 def _notes(charts: Sequence[Chart]) -> str:
-    """Say how the page differs from the log."""
+    """Return a note on how the curves differ from the logged values."""
     notes: list[str] = []
     curves = _all_curves(charts)
     if any(curve.smooth for curve in curves):
@@ -169,7 +169,7 @@ def _notes(charts: Sequence[Chart]) -> str:
 def _data(charts: Sequence[Chart], last_step: int) -> str:
     """Return the points of the charts as JSON, for the script and for other programs."""
     described = [_described(chart) for chart in charts]
-    # The script turns the place of the pointer into a step with these.
+    # The script needs these to turn the position of the pointer into a step.
     data = {"width": WIDTH, "left": LEFT, "right": RIGHT, "last_step": last_step, "charts": described}
     text = json.dumps(plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A label with </script> must not end the element.

@@ -10,19 +10,19 @@ from accel_train.store.names import files_of_steps
 from accel_train.watching.html_report.markup import details
 
 LARGEST_BYTES = 8 << 20
-"""A larger picture is named and not embedded, so that the page can still be opened on a phone."""
+"""Size above which a picture is named but not embedded, so that the page can still be opened on a phone."""
 DRAWN_ANEW = "curves.png"
 EARLIER_LISTED = 20
-"""Earlier evaluations in the page."""
+"""Maximum number of earlier evaluations in the page."""
 
 
 def samples_html(report: Path) -> list[str]:
-    """Return the Markdown pages, those of earlier evaluations folded away, then the pictures, embedded.
+    """Return the Markdown pages, those of earlier evaluations folded away, then the embedded pictures.
 
-    Empty for a run without any.
+    Empty if the run has neither.
     """
     parts: list[str] = []
-    # Sorted, because a directory has no order of its own. Hidden files are left out, as by a shell.
+    # Sorted, because a directory has no order. Hidden files are left out, as in a shell.
     for path in sorted(report.glob("[!.]*.md")):
         parts += [*_page_html(path), *_earlier_html(path.with_suffix(""))]
     for path in sorted(report.glob("[!.]*.png")):
@@ -33,7 +33,7 @@ def samples_html(report: Path) -> list[str]:
 
 
 def _earlier_html(folder: Path) -> list[str]:
-    """Return the pages of earlier evaluations, the newest first. The last of all is the page itself."""
+    """Return the pages of earlier evaluations, newest first. The latest is left out: it is the page itself."""
     earlier = list(files_of_steps(folder, ".md").items())[:-1]
     listed = earlier[-EARLIER_LISTED:]
     parts: list[str] = []
@@ -51,7 +51,7 @@ def _page_html(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        # The rest of the page is still of use.
+        # The rest of the report is still useful.
         text = f"{path.name} cannot be read ({error})"
     return ['<div class="samples">', *markdown_html(text), "</div>"]
 
@@ -82,7 +82,7 @@ def _sample_html(line: str) -> str:
     before, quote, sample = line.partition("> ")
     if not quote:
         return escape(line)
-    # As `metrics.recorder.quoted` has escaped it. In this order: `&amp;lt;` is the text `&lt;`.
+    # Undoes the escaping by `metrics.recorder.quoted`. In this order, since `&amp;lt;` stands for `&lt;`.
     text = sample.replace("&lt;", "<").replace("&amp;", "&")
     return f"{escape(before)}<q>{escape(text)}</q>"
 

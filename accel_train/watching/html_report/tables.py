@@ -17,7 +17,7 @@ from accel_train.watching.run_files import RunFiles
 from accel_train.watching.run_state import Extremum, Metric, RunState
 
 EVENTS_LISTED = 200
-"""Rows of the table of events. The newest are kept."""
+"""Maximum number of rows in the table of events. The newest are kept."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def evaluations(runs: Sequence[ReportedRun]) -> list[str]:
 def _metric_row(metric: Metric) -> list[str]:
     lowest = _extremum(metric.lowest)
     highest = _extremum(metric.highest)
-    # Where the run has an option that says which way is better.
+    # Set only if the run has an option that says which way is better.
     if metric.best is not None:
         if metric.best == metric.lowest:
             lowest += " best"
@@ -100,7 +100,7 @@ def _event_row(event: Event) -> list[str]:
 def options(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the options in which runs differ, then all options of each, folded away."""
     parts: list[str] = []
-    # First the short table: the differences are why runs are laid over each other.
+    # The short table comes first, because runs are compared for their differences.
     if len(runs) > 1:
         parts += _differing_options(runs)
     for run in runs:
