@@ -51,7 +51,7 @@ def _takes_output() -> bool:
 
 
 def _main(argv: Sequence[str]) -> int:
-    # Without the options of recipes, whose imports take a second. Completion alone asks for them.
+    # Without the options of recipes, whose imports take a second. Only completion needs them.
     arguments = build_parser().parse_args(argv)
     refuse_impossible(vars(arguments))
     if arguments.command == "doctor":
@@ -127,7 +127,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _rows(arguments: argparse.Namespace) -> int:
-    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
+    # No abbreviations: a flag of the recipe may begin like one of these. --help is that of the recipe.
     parser = argparse.ArgumentParser(prog="accel-train data rows", allow_abbrev=False, add_help=False)
     add_rows_flags(parser)
     flags, rest = parser.parse_known_args(arguments.arguments, arguments)
@@ -151,7 +151,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from accel_train.compare.request import Request
 
     options = vars(arguments)
-    # What is left has the names of the fields of Request.
+    # The remaining names are those of the fields of Request.
     del options["command"]
     options["sources"] = tuple(arguments.sources)
     options["gates"] = tuple(arguments.gates)
@@ -162,7 +162,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _launch(arguments: argparse.Namespace) -> int:
     from accel_train.commands.launch import Launch, launch
 
-    # Launching, rehearsing and checking read the same arguments, so that a check is of what will start.
+    # Launching, rehearsing and checking read the same arguments, so that a check covers what will start.
     request = Launch(
         config_file=arguments.config_file,
         recipe=arguments.recipe,
@@ -206,7 +206,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 BEFORE_A_RUN = {"simulate": _simulate, "plan": _plan, "calibrate": calibration.run}
-"""Commands that write at their end, if at all."""
+"""Commands that write files only at their end, if at all, so that a signal may stop them at any time."""
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -241,7 +241,7 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
         return commands.ls(place, as_json=arguments.json, quick=arguments.quick)
     if action == "verify":
         return commands.verify(place)
-    # What is left are options of the run by name, None where not given.
+    # The rest are options of the run by name, None if not given.
     not_flags = ("command", "action", "place", "dry_run")
     flags = {name: value for name, value in vars(arguments).items() if name not in not_flags}
     if action == "prune":

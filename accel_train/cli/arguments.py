@@ -25,12 +25,12 @@ EXPORT = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that names the nearest choice for a misspelt one. Those of its commands are of this class as well."""
+    """Parser that names the nearest choice for a misspelt one. The parsers of its commands have this class too."""
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
         if found:
-            # Quoted or not, by the version of Python.
+            # Quoted or not, depending on the version of Python.
             choices = [choice.strip("'") for choice in found[2].split(", ")]
             message += did_you_mean(nearest(found[1], choices))
         super().error(message)
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(
     recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None = None,
 ) -> argparse.ArgumentParser:
-    """Return the parser. With ``recipes``, one for completion: it knows the options of each."""
+    """Return the parser. With ``recipes`` it is one for completion, which has the options of each recipe."""
     parser = _Parser(
         prog="accel-train", description="Launch, rehearse and check training recipes; manage their checkpoints."
     )
@@ -98,7 +98,7 @@ def _add_before_a_run(
     commands: Any,
     recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None,
 ) -> None:
-    """Add what tells memory and time before a machine is rented."""
+    """Add the commands that estimate memory and time before a machine is rented."""
     text = "count memory, collectives and FLOPs of a step at any world size, without GPUs"
     simulate = commands.add_parser("simulate", help=text, description=text)
     add_flags(simulate)
@@ -124,7 +124,7 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
 
 
 def add_rows_flags(rows: argparse.ArgumentParser) -> None:
-    """Add the flags of ``accel-train data rows``, which are given before or behind the recipe."""
+    """Add the flags of ``accel-train data rows``, which may be given before or after the recipe."""
     rows.add_argument("--count", type=int, default=4, help="rows to print; default: 4")
     rows.add_argument("--heldout", action="store_true", help="held-out rows in place of the first training rows")
     text = "print a table in place of the text: id, piece, learned (0 or 1) and position of each token"
@@ -182,7 +182,7 @@ def _add_recipe(
         # As subcommands, because shtab completes each of them with its own options.
         parsers = command.add_subparsers(dest="recipe", help=text)
         for name, add_options in recipes.items():
-            # Its options bring a --help of their own, with a topic.
+            # Its options have their own --help, which takes a topic.
             add_options(parsers.add_parser(name, help="recipe", add_help=False))
         return
     command.add_argument("recipe", help=text)
@@ -205,7 +205,7 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
 
 
 class _Explain(argparse.Action):
-    """Print a rule and exit, as --version does: without a recipe."""
+    """Print a rule and exit. Needs no recipe, as --version does not."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
@@ -318,7 +318,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 def _add_push(push: argparse.ArgumentParser) -> None:
     push.add_argument("--repo_id", help="ORGANISATION/NAME; default: hub.repo_id of the run")
-    # The default None stands for "not given", which leaves the option of the run.
+    # The default None means "not given", so that the option of the run applies.
     push.add_argument(
         "--include_state",
         action="store_true",

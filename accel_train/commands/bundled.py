@@ -1,4 +1,4 @@
-"""Recipes, presets and launch files of the package, in a wheel as in a checkout."""
+"""Recipes, presets and launch files that come with the package, in a wheel or in a checkout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe_names() -> list[str]:
 def find_recipe(text: str) -> Path:
     """Return the path of a recipe, given as a path or as the name of a bundled one.
 
-    A file wins over a name. Raises ``UsageError`` for neither.
+    A file takes precedence over a name. Raises ``UsageError`` for a text that is neither.
     """
     path = expand_path(text)
     if path.suffix in (".yaml", ".yml", ".json"):
@@ -55,14 +55,14 @@ def find_recipe(text: str) -> Path:
 def run_recipe(words: Sequence[str], observed: AbstractContextManager[None]) -> None:
     """Run a recipe with its arguments as ``python RECIPE ARGUMENTS`` does, within ``observed``."""
     sys.argv = list(words)
-    # As Python itself has it for a script, so that a recipe can import the files beside it.
+    # As Python itself sets it for a script, so that a recipe can import the files beside it.
     sys.path[0] = str(Path(words[0]).resolve().parent)
     with observed:
         runpy.run_path(words[0], run_name="__main__")
 
 
 def import_recipe(path: Path) -> ModuleType:
-    """Import the recipe as a module, with its folder at the front of ``sys.path``, as Python has it for a script.
+    """Import the recipe as a module, with its folder at the front of ``sys.path``, as Python does for a script.
 
     Raises ``UsageError`` for a file without ``main``.
     """
@@ -74,7 +74,7 @@ def import_recipe(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there to resolve annotations.
+    # Dataclasses look up their module there to resolve annotations.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     if not hasattr(module, "main"):
@@ -83,11 +83,11 @@ def import_recipe(path: Path) -> ModuleType:
 
 
 def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:
-    """Map each recipe, a path or the name of a bundled one, to a function adding its presets and options to a parser.
+    """Map each recipe, a path or a bundled name, to a function that adds its presets and options to a parser.
 
     Imports the recipes. Raises ``UsageError`` for a missing one.
     """
-    # Here, because whoever looks for a recipe needs no options.
+    # Imported here, because finding a recipe needs no options.
     from accel_train.options import completion
     from accel_train.options.loading import preset_names
 

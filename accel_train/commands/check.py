@@ -42,9 +42,9 @@ DATA_FILES = {
     *(".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"),
     *(".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors", ".zip", ".tar"),
 }
-"""Endings that no Hub id has."""
+"""File extensions that no Hub id has."""
 MOST_ROUNDS = 10
-"""Most rounds of ``--fix``. Two are enough for the present rules."""
+"""Maximum number of rounds of ``--fix``. Two are enough for the current rules."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Checked:
     loaded: Loaded[Any]
     accumulation: int
     is_elsewhere: bool
-    """The launch file asks for accelerators, and this machine shows none."""
+    """True if the launch file asks for accelerators and this machine has none."""
     found: list[Found]
 
     @property
@@ -68,7 +68,7 @@ class Checked:
 
 
 def check(request: Launch, ignored: Sequence[str] = ()) -> str:
-    """Return the output of ``accel-train check``, or raise the ``UsageError`` of a start up to its first connection."""
+    """Return the output of ``accel-train check``. Raises the ``UsageError`` of a start up to its first connection."""
     return describe(request, read(request, ignored))
 
 
@@ -86,7 +86,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
 
     Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
-    # Here, because the recipe imports it in any case.
+    # Imported here, because the recipe imports it in any case.
     from accel_train.startup import refuse_options
 
     silenced = ignored_names(os.environ, ignored)
@@ -95,7 +95,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
     processes = machine.num_processes or 1
-    # The recipe asks for it while it reads its options.
+    # The recipe asks for the world size while it reads its options.
     with _world_size(processes):
         loaded = config_of(recipe.main, request.arguments)
     if loaded is None:
@@ -151,11 +151,11 @@ def describe(request: Launch, checked: Checked) -> str:
 
 
 def missing_data(loaded: Loaded[Any]) -> list[str]:
-    """Name each file or folder of data that a start would not find here. A Hub id, or a word such as demo, is none."""
+    """Describe each path of data that a start would not find here. Hub ids and words such as demo are no paths."""
     found: list[str] = []
     for name, value in flatten(to_tree(loaded.config)).items():
         group, _, option = name.partition(".")
-        # A start makes its own directories.
+        # A start creates its own directories.
         if group != DATA or option.endswith("_dir") or _is_made(loaded.config, name):
             continue
         is_path = _is_named_as_path
@@ -173,13 +173,13 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
 
 
 def _is_made(config: object, name: str) -> bool:
-    """Return True for the ``path`` of a group that declares that a start makes it."""
+    """Return True for the ``path`` of a group which declares that a start creates it."""
     group, _, option = name.rpartition(".")
     return option == "path" and getattr(attrgetter(group)(config), "makes_path", False)
 
 
 def _is_path(value: str) -> bool:
-    """Return True if a source of data can be nothing but a path."""
+    """Return True if a source of data can only be a path."""
     if "=" in value or "://" in value:
         return False
     return _is_named_as_path(value) or value.count("/") > 1 or Path(value).suffix.lower() in DATA_FILES
@@ -216,9 +216,9 @@ def _json(checked: Checked) -> str:
 
 
 def _fix(request: Launch, ignored: Sequence[str], checked: Checked) -> Checked:
-    """Change the YAML file of the command line where findings say how, print the difference, and return the new result.
+    """Change the YAML file of the command line as findings propose, print the diff, and return the new result.
 
-    A change may let another rule find something, so the rules are applied again until they change nothing.
+    A change may cause a finding of another rule, so the rules are applied again until they change nothing.
     """
     path = checked.loaded.path
     assert path is not None
@@ -252,7 +252,7 @@ def _fix(request: Launch, ignored: Sequence[str], checked: Checked) -> Checked:
 
 
 def _changes(checked: Checked) -> dict[str, object]:
-    """Return the changes that findings ask for in the file. The first of several to one option counts."""
+    """Return the changes that findings propose for the file. Of several for one option, the first counts."""
     changes: dict[str, object] = {}
     for _, finding in checked.found:
         if finding.change is not None and checked.loaded.origins.get(finding.change[0]) != "command line":
@@ -263,7 +263,7 @@ def _changes(checked: Checked) -> dict[str, object]:
 def _apply(
     request: Launch, ignored: Sequence[str], path: Path, changes: Mapping[str, object], copy: Path
 ) -> tuple[str, Checked]:
-    """Change the file and read it again. Undo everything if that cannot be, or if a start would refuse the file."""
+    """Change the file and read it again. Undo everything if that fails, or if a start would refuse the file."""
     try:
         difference = fix_file(path, changes, copy)
     except UsageError:
@@ -284,14 +284,14 @@ def _world_size(processes: int) -> Generator[None]:
     try:
         yield
     finally:
-        # As it was, for a caller that continues: tests, and a notebook.
+        # Restored for callers that continue, such as tests and notebooks.
         del os.environ["WORLD_SIZE"]
         if before is not None:
             os.environ["WORLD_SIZE"] = before
 
 
 def _multi_cpu_note(machine: MachineConfig) -> list[str]:
-    """Warn of a file obeyed by `accel-train launch` and ignored by `accelerate launch`."""
+    """Warn of a number of processes that `accel-train launch` obeys and `accelerate launch` ignores."""
     if machine.distributed_type != "MULTI_CPU" or machine.mpirun_hostfile or (machine.num_processes or 1) == 1:
         return []
     return [
@@ -301,7 +301,7 @@ def _multi_cpu_note(machine: MachineConfig) -> list[str]:
 
 
 def _other_launcher_note(machine: MachineConfig) -> list[str]:
-    """Warn of a file obeyed by `accelerate launch` and refused by `accel-train launch`."""
+    """Warn of a file that `accelerate launch` obeys and `accel-train launch` refuses."""
     try:
         refuse_other_launchers(machine)
     except UsageError as error:
@@ -310,7 +310,7 @@ def _other_launcher_note(machine: MachineConfig) -> list[str]:
 
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
-    """Refuse settings of the launch file contradicting the experiment, through the environment of a start."""
+    """Refuse settings of the launch file that contradict the experiment, as a start does by its environment."""
     strategy = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(machine.distributed_type)
     requested = Requested(machine, source, machine.num_processes, strategy, rehearsal=False)
     environment = {
@@ -333,7 +333,7 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
         value = getattr(machine.deepspeed, key)
         if value is not None:
             values[key] = value
-    # Accelerate hands this one to the processes in an environment variable of its own, not with the DeepSpeed settings.
+    # Accelerate passes this one to the processes in its own environment variable, not with the DeepSpeed settings.
     steps = values.pop("gradient_accumulation_steps", 1)
     refuse_accumulation(requested, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps)}, accumulation)
     generated = {

@@ -39,7 +39,7 @@ VERIFIED_CELLS = {None: "sizes only", True: "yes", False: "NO"}
 
 @dataclass(frozen=True)
 class Row:
-    """One checkpoint in the output of ``ls``. Its fields are the JSON."""
+    """One checkpoint in the output of ``ls``. Its fields are those of the JSON."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class Row:
     metrics: Mapping[str, float]
     state: bool | None
     verified: bool | None
-    """None with ``quick``: nothing is hashed then."""
+    """None with ``quick``, which hashes nothing."""
     reason: str | None
     """The reason for a failed verification."""
     pushed: str | None
@@ -142,7 +142,7 @@ def _wrong_size(path: Path, files: Mapping[str, Any]) -> str | None:
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """Return the message without the path, already on the line."""
+    """Return the message without the path, which is already on the line."""
     return str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
@@ -236,7 +236,7 @@ def verify(place: str) -> int:
         files = checkpoint.manifest["files"]
         size = sum(int(facts["size"]) for facts in files.values())
         print(f"ok       {path.name}  {len(files)} files, {readable_size(size)}", flush=True)
-        # No damage, but whoever relies on such a file should know that nothing vouches for it.
+        # Not damage, but whoever relies on such a file should know that it was not verified.
         extra = commit.unlisted(checkpoint)
         if extra:
             print(f"         not in its manifest, and so not verified: {', '.join(extra)}")
@@ -306,7 +306,7 @@ def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.K
 
 
 def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
-    """Return the saved options still known to ``config``."""
+    """Return the saved options that ``config`` still has."""
     known = option_names(config)
     return {name: value for name, value in run_file.options_of(run, group).items() if name in known}
 

@@ -166,7 +166,7 @@ def _clean_config(file: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
 
 
 def _left_out(path: Path, taken: Mapping[str, TensorInfo], chosen: str) -> dict[str, str]:
-    """Return every other entry of the directory with the reason."""
+    """Return the reason for each entry of the directory that is left out."""
     files = {info.file for info in taken.values()}
     reasons: dict[str, str] = {}
     for entry in sorted(path.iterdir()):

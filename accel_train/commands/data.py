@@ -22,14 +22,14 @@ DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Which cache."""
+    """Cache of entries computed from data."""
 
     cache_dir: str | None = None
     """Folder of the cache. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
     json: bool = False
     """Print JSON, for programs."""
     unused_days: NonNegativeFloat = 0.0
-    """ls, clear: list or delete only what was not used for so many days."""
+    """ls, clear: list or delete only entries that were not used for this many days."""
 
 
 def check(path: str, arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def check(path: str, arguments: Sequence[str]) -> int:
 def cache(action: str, arguments: Sequence[str]) -> int:
     """List, verify or clear the cache. Return 1 if `verify` found damaged entries, else 0. Raises ``UsageError``."""
     config = read_options(CacheConfig, arguments, f"accel-train data cache {action}")
-    # What has not been there holds nothing, and `cache_directory` would make it.
+    # A missing folder has no entries, and `cache_directory` would create it.
     if config.cache_dir is not None and not expand_path(config.cache_dir).is_dir():
         raise UsageError(
             f"--cache_dir {config.cache_dir!r}: {expand_path(config.cache_dir)} is not a folder; give the "
@@ -58,7 +58,7 @@ def cache(action: str, arguments: Sequence[str]) -> int:
     used_before = time.time() - config.unused_days * DAY_SECONDS
     if action == "ls":
         if not config.unused_days:
-            # Also entries of the future, by the clock of another machine.
+            # Includes entries with a time in the future, by the clock of another machine.
             used_before = math.inf
         return _list(root, used_before, config.json)
     if action == "clear":
@@ -75,7 +75,7 @@ def _folders(root: Path, used_before: float) -> dict[Path, list[Entry]]:
     found: dict[Path, list[Entry]] = {}
     for entry in tensor_cache.entries(root):
         if entry.used <= used_before:
-            # Inside of a folder, entries are spread over subfolders of two letters.
+            # Inside a folder, entries are spread over subfolders with names of two letters.
             found.setdefault(entry.file.parents[1], []).append(entry)
     return found
 
@@ -112,7 +112,7 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def _verify(root: Path, as_json: bool) -> int:
-    """Hash every entry, and delete the damaged ones: the next run computes them again."""
+    """Hash every entry, and delete damaged ones, which the next run computes again. Return 1 if there were any."""
     damaged: list[str] = []
     count = 0
     for entry in tensor_cache.entries(root):
@@ -123,7 +123,7 @@ def _verify(root: Path, as_json: bool) -> int:
             if not as_json:
                 print(f"damaged, deleted: {entry.file}")
     for doubted in root.glob(f"*/{tensor_cache.DOUBTED}"):
-        # The next run need not read all of them once more.
+        # All entries were just verified, so the next run need not read all of them again.
         doubted.unlink(missing_ok=True)
     if as_json:
         print(json.dumps({"entries": count, "damaged": damaged}, indent=1))
@@ -133,7 +133,7 @@ def _verify(root: Path, as_json: bool) -> int:
 
 
 def _clear(root: Path, used_before: float, as_json: bool) -> int:
-    """Delete entries not in use by a live run."""
+    """Delete entries that no live run uses."""
     deleted, in_use = tensor_cache.clear(root, used_before)
     for folder in root.glob("*"):
         # Leases of live runs have a folder without entries, which must stay.

@@ -257,7 +257,7 @@ def _distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Compare the bytes of two tensors of one type. Other types count as equal here, since types are listed apart."""
+    """Compare the bytes of two tensors. Different types count as equal here, since they are reported separately."""
     if x.dtype != y.dtype:
         return True
     # As bytes, because for `torch.equal` NaN differs from itself.
@@ -267,7 +267,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Convert to fp64 or complex fp64. Types without arithmetic in torch become the numbers of their bytes."""
+    """Convert to fp64 or complex fp64. A type that torch cannot convert becomes the numbers of its bytes."""
     try:
         wide = torch.complex128 if x.is_complex() else torch.float64
         return x.to(wide)

@@ -61,7 +61,7 @@ def attention_report() -> str:
 
 
 def _versions() -> list[str]:
-    # torch's own word tells its build, such as +cu130, which the name of its package may leave out.
+    # torch's own version names its build, such as +cu130, which that of its package may leave out.
     versions = {name: _installed(name) for name in PACKAGES} | {"torch": str(torch.__version__)}
     lines = [f"{name} {installed or 'not installed'}" for name, installed in versions.items()]
     lines += [f"WARNING: newer than tested: {package}" for package in newer_than_tested()]
@@ -136,7 +136,7 @@ def _precisions(gpus: int) -> list[str]:
 
 
 def _settings() -> list[str]:
-    # A build of torch without distributed has no such number.
+    # A build of torch without distributed has no such timeout.
     timeout = None
     if torch.distributed.is_available():
         timeout = torch.distributed.distributed_c10d.default_pg_timeout

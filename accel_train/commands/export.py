@@ -26,12 +26,12 @@ from accel_train.wording import readable_size
 
 Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
-"""Packages of every model.py."""
+"""Packages that every model.py needs."""
 DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
 LEFT_OUT = re.compile(r"(model|ema)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|optimizer/.*|trainer_state\.json")
-"""Files of the two collections, which are written anew, and of the training state."""
+"""Files that are not copied: the two collections, which are written separately, and the training state."""
 DTYPE_KEYS = {"dtype", "torch_dtype"}
-"""Names in a config.json of transformers, the second that of older versions."""
+"""Keys of the dtype in a config.json of transformers. The second is that of older versions."""
 
 
 def export(
@@ -44,17 +44,17 @@ def export(
 ) -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
-    ``source`` None takes the EMA where there is one, as evaluations and ``load`` do. Adapters are written as peft reads
-    them, with the sha256 of each file of their base, and as other programs do where the pipeline of their recipe says
-    how. If ``merged``, they are written as the whole model with its base, built in memory in fp32.
+    ``source`` None takes the EMA if there is one, as evaluations and ``load`` do. Adapters are written in the layout of
+    peft, with the sha256 of each file of their base, and also for other programs if the pipeline of their recipe can
+    convert them. With ``merged`` they are written as the whole model with their base, built in memory in fp32.
 
-    Beside them are model.py, to rebuild the model with torch alone, an example of inputs and outputs, and verify.py,
-    run once here, to repeat it. They need the name of the recipe's pipeline in config.json of the checkpoint. Of
-    adapters, verify.py compares files and no outputs. experiment.json has the options of the experiment. Above 2 GB the
-    weights are shards with an index. A run stands for its newest verified checkpoint. If ``save_precision`` is lower
-    than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in use, a damaged checkpoint,
-    NaN, and values out of the range of ``precision``, and ``ProofError`` if model.py has other outputs than the
-    library's model.
+    Beside the weights are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
+    verify.py, which repeats the example and is run once here. They require that the checkpoint's config.json names the
+    recipe's pipeline. For adapters, verify.py compares files but no outputs. experiment.json has the options of the
+    experiment. Weights above 2 GB are shards with an index. A run stands for its newest verified checkpoint. If
+    ``save_precision`` is lower than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in
+    use, a damaged checkpoint, NaN, and values out of the range of ``precision``, and ``ProofError`` if the outputs of
+    model.py differ from those of the library's model.
     """
     found, skipped = places.newest_at(checkpoint)
     source = source or weights.best_stem(found.path)
@@ -78,7 +78,7 @@ def export(
             _name_precision(temporary, precision)
         atomic_files.write_json_in_place(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
-        # Proven under the temporary name: an export that fails its proof never appears.
+        # Proven under the temporary name, so that an export that fails its proof never appears.
         proof = written.line or _proof(found, temporary, is_adapter and not merged, written.outputs)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
@@ -112,11 +112,11 @@ def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
 def _write_merged(
     checkpoint: Checkpoint, directory: Path, tensors: Mapping[str, TensorInfo], precision: Precision
 ) -> WrittenModel:
-    """Write the whole model of adapters and their base, and return what its pipeline says of it."""
+    """Write the whole model of adapters and their base, and return its pipeline's account of it."""
     kind: Any = loading.pipeline_of(checkpoint.path)
     staged = directory / "adapters"
     staged.mkdir()
-    # The very weights that were asked for, as a checkpoint without others.
+    # Exactly the weights that were asked for, as a checkpoint without others.
     write_collection(staged, "model", tensors, "fp32", checkpoint.manifest.get("buffers", ()))
     _copy_extras(checkpoint, staged)
     _describe_base(checkpoint, staged)
@@ -130,7 +130,7 @@ def _write_merged(
 
 
 def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
-    """Complete the description of adapters by the files of their base, from the manifest of the checkpoint."""
+    """Add the base's files, from the manifest, to the adapters' description in ``directory``, and return it."""
     path = directory / ADAPTER_DESCRIPTION
     described: dict[str, Any] = {}
     if path.is_file():
@@ -141,7 +141,7 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
 
 
 def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool, outputs: Outputs) -> str:
-    """Prove the export as it can be proven, and return a line about it for the user."""
+    """Write the proof that suits the kind of export, and return a line about it for the user."""
     if is_adapter:
         return _prove_adapter(checkpoint, directory)
     return _prove(directory, outputs)
@@ -150,7 +150,7 @@ def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool, outputs: O
 def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     """Write verify.py, the base and the sha256 of every file, and return a line about them for the user.
 
-    Without the base there are no outputs to repeat, so verify.py compares files alone.
+    Without the base there are no outputs to repeat, so verify.py compares files only.
     """
     script = Path(str(verify_adapter_script.__file__)).read_text("utf-8")
     (directory / "verify.py").write_text(script, "utf-8")
@@ -191,7 +191,7 @@ def _prove(directory: Path, outputs: Outputs) -> str:
     kind = loading.pipeline_of(directory)
     try:
         pipeline = kind.from_directory(directory, "cpu")
-    # Such as an encoder that is not on this machine. The weights are of use elsewhere all the same.
+    # Such as an encoder that is not on this machine. The weights are still useful elsewhere.
     except UsageError as error:
         return f"without model.py and verify.py, because the model cannot be used here: {error}"
     if pipeline.standalone is None:
@@ -200,7 +200,7 @@ def _prove(directory: Path, outputs: Outputs) -> str:
         printed = write_proof(directory, pipeline, outputs).splitlines()
     except NotRepeatedError as error:
         return f"model.py and verify.py are written and were not run here ({error}); run verify.py where it is used"
-    # safetensors, which reads the weights, goes without saying.
+    # Packages that every model.py needs are not listed.
     needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]
     others = f"and {', '.join(needed)}" if needed else "alone"
     return f"model.py with torch {others} repeats {len(printed) - 2} examples of this model; check it with verify.py"
@@ -209,7 +209,7 @@ def _prove(directory: Path, outputs: Outputs) -> str:
 def _unused(destination: str) -> Path:
     path = expand_path(destination)
     if path.is_symlink():
-        # Its target is replaced. A rename cannot replace a link.
+        # The link's target is replaced, because a rename cannot replace a link.
         path = path.resolve()
     requirement = "give a directory that does not exist or is empty"
     if path.is_mount():
@@ -226,13 +226,13 @@ def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
 
     Untrained tensors, such as buffers and embedded frozen parameters, are in ``model.safetensors`` alone.
     """
-    # Nothing vouches for files that the manifest does not list, such as those of an interrupted strip.
     if source == "ema" and not weights.has_ema(checkpoint.path):
         raise UsageError(
             f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
             "export --weights model"
         )
-    # Weights saved in bf16 and exported in fp16 would be rounded twice.
+    # Weights saved in bf16 and exported in fp16 would be rounded twice. Asked of the manifest, because files that it
+    # does not list, such as those of an interrupted strip, are not verified.
     if "optimizer/index.json" in checkpoint.manifest["files"]:
         key = "master" if source == "model" else "master_ema"
         exact = diff.optimizer_state(checkpoint.path, [key])
@@ -265,9 +265,9 @@ def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def _name_precision(directory: Path, precision: Precision) -> None:
-    """Let config.json of a transformers model name the exported precision, in which its library loads the weights.
+    """Set the dtype in config.json of a transformers model, in which its library loads the weights, to ``precision``.
 
-    A checkpoint names that of the training.
+    The config.json of a checkpoint names the dtype of the training.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -276,7 +276,7 @@ def _name_precision(directory: Path, precision: Precision) -> None:
     if "model_type" not in described:
         return
     named = str(dtype_of(precision)).removeprefix("torch.")
-    # A model of pictures and texts has a config of each inside.
+    # A model of pictures and texts has a nested config for each.
     nested = [part for part in described.values() if isinstance(part, dict) and "model_type" in part]
     for part in (described, *nested):
         for name in DTYPE_KEYS & part.keys():

@@ -33,7 +33,7 @@ def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) 
     if scaffold:
         recipes = recipes / "scaffold"
         source = recipes / SCAFFOLD
-    # Only those that this recipe takes: the folder has presets of all of them.
+    # Only those that this recipe takes: the folder has the presets of all recipes.
     presets = preset_names(bundled.import_recipe(source).Config, recipes / "presets")
     with refuse_unwritable(str(target), "free space, or give a place with write access"):
         _copy([source], target)
@@ -60,7 +60,7 @@ def _refuse_used(target: Path) -> None:
 
 
 def _copy(files: Sequence[Path], target: Path) -> None:
-    """Copy text files. Commands in their comments then name the recipe where it is now."""
+    """Copy text files, and shorten recipes/NAME in their comments to NAME, where the recipe is now."""
     target.mkdir(parents=True, exist_ok=True)
     for file in files:
         text = file.read_text(encoding="utf-8").replace(" recipes/", " ")

@@ -59,7 +59,7 @@ WITHOUT_FILE = "no --config_file and no default file of `accelerate config`"
 
 
 class Early(NamedTuple):
-    """The end of a launch that is asked to stop before its program answers a signal."""
+    """Message and exit code of a launch that is asked to stop before its program handles signals."""
 
     text: str
     code: int
@@ -92,7 +92,7 @@ def launch(request: Launch, *, rehearsal: bool = False, early: Early = STOPPED_E
         command, environment, num_machines = _prepare(request, rehearsal=rehearsal)
         code = _run(command, environment, relay)
         while code == EXIT_AGAIN:
-            # First: a stop from here on ends the launcher, so none falls between the question and the new start.
+            # First, so that a stop from here on ends the launcher. None is lost between the check and the new start.
             relay.begin_again()
             # The launchers of other machines have ended with an error, and this one would wait for them.
             if relay.stopped or num_machines > 1:
@@ -231,13 +231,13 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     )
 
     refuse_missing_processes(machine)
-    # Accelerate takes no number from a file of one process without the line.
+    # A file for one process may lack the line, and Accelerate would then have no number.
     request = replace(request, num_processes=machine.num_processes)
     flags = _explicit_flags(machine) if path is None else ["--config_file", str(path)]
     if machine.gpu_ids is None and machine.raw.get("gpu_ids") is not None:
-        # Those of the file do not count in a simulation.
+        # The devices named in the file do not count in a simulation.
         flags += ["--gpu_ids", "all"]
-    # The experiment sets the precision. The recipe compares it with the file by itself.
+    # The experiment sets the precision. The recipe itself compares it with the file.
     flags += ["--mixed_precision", "no"]
     for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         value = getattr(request, name)
@@ -246,7 +246,7 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
     settings, _, _ = _validate_launch_command(settings)
     if settings.main_process_port is None and settings.num_machines == 1:
-        # A fixed port would join several launches on one machine.
+        # With a fixed port, several launches on one machine would join each other.
         settings.main_process_port = free_port()
     # `accelerate launch` sets this before it calls its helpers. Accelerate's DeepSpeed plugin refuses keys in this list
     # where a DeepSpeed file has to set them.
@@ -256,7 +256,7 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
 
 
 def _explicit_flags(machine: MachineConfig) -> list[str]:
-    """Return the flags of a start without a file. Accelerate warns of each missing one."""
+    """Return the flags of a start without a launch file. Accelerate warns of each missing flag."""
     flags = ["--num_processes", str(machine.num_processes), "--num_machines", "1", "--dynamo_backend", "no"]
     if machine.use_cpu:
         flags.append("--cpu")
@@ -347,7 +347,7 @@ class _SignalRelay:
         return self._child.wait()
 
     def end_early(self) -> int:
-        """Print once that the launch ends before its program answers a signal, and return the exit code."""
+        """Print once that the launch ends before its program handles signals, and return the exit code."""
         if not self._has_said:
             print(self._early.text, file=sys.stderr, flush=True)
         self._has_said = True

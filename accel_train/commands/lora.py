@@ -44,16 +44,16 @@ PLAN = "plan.yaml"
 PLANNED = "# The plan of `accel-train lora`; valid input for recipes/lora.py. Edit it before training begins.\n"
 MADE_WITH = "# Made with "
 OF_THE_PLAN = ("intent", "memory_gib")
-"""Options of the step plan. No options of the recipe, so that the plan has them in a comment, ``MADE_WITH``."""
+"""Options of the step plan. The recipe does not have them, so the plan keeps them in a comment, ``MADE_WITH``."""
 CHECKED = (
     *("data.resolutions", "data.bucket_step", "data.max_aspect", "data.split", "data.image_column"),
     *("data.caption_column", "data.caption_extension", "data.min_side", "data.cache_dir"),
 )
 """Options of the recipe shared with the check of the data."""
 NAMES = {"data.path": "the word after `accel-train lora`", "base.source": "--base"}
-"""Options of the recipe that have another place on this command line."""
+"""Options of the recipe that are given in another way on this command line."""
 WORSE = 1.02
-"""Held-out loss over the lowest one, from which on the pictures are being learned by heart."""
+"""Ratio of the newest held-out loss to the lowest one above which the model overfits to the pictures."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class _Request:
-    """The request of a user, and the places of its files."""
+    """The request of a user, and the paths of its files."""
 
     dataset: str
     options: LoraOptions
     recipe: ModuleType
     flags: Mapping[str, Any]
-    """Options of the experiment, dotted: they become part of the plan."""
+    """Options of the experiment by dotted name. They become part of the plan."""
     start: Mapping[str, Any]
-    """Options of one start of the recipe, for the step train alone."""
+    """Options of one start of the recipe, for the step train only."""
     made_with: Mapping[str, Any]
     """``OF_THE_PLAN``, as far as they were given."""
 
@@ -114,7 +114,7 @@ class _Request:
 
     @property
     def reads_plan(self) -> bool:
-        """Return True if the steps read a plan and do not make it."""
+        """True if the steps read a plan that they do not make."""
         steps = set(self.options.steps)
         if "plan" in steps:
             return False
@@ -125,7 +125,7 @@ class _Request:
 def lora(dataset: str, arguments: Sequence[str]) -> int:
     """Run the requested steps, and return the exit code of the first failing one, else 0.
 
-    Raises ``UsageError``. 75 means a stopped step: the same command continues.
+    Raises ``UsageError``. Exit code 75 means that a step was stopped: the same command continues it.
     """
     request = _read(dataset, arguments)
     actions: dict[Step, Callable[[_Request], int]] = {
@@ -160,7 +160,7 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
     except FlagError as error:
         raise UsageError(str(error)) from None
     options = from_tree(LoraOptions, {name: value for name, value in flags.items() if name in own}, "command line")
-    # What is not this command's is the recipe's, whose config checks it.
+    # All other options are the recipe's, whose config checks them.
     rest = {name: value for name, value in flags.items() if name not in own}
     for option, given in (("data.path", dataset), ("base.source", options.base)):
         if option in rest:
@@ -183,7 +183,7 @@ def _refuse_of_other_steps(options: LoraOptions, flags: Mapping[str, Any], start
 
 
 def _refuse_other_values(request: _Request) -> None:
-    """Raise ``UsageError`` for options that the plan has otherwise, which the steps after it would not obey."""
+    """Raise ``UsageError`` for options that differ from the plan, which the steps after it would not obey."""
     planned = flatten(defaults_tree(request.recipe.Config)) | flatten(request.tree())
     others = {option: value for option, value in request.flags.items() if not _is_same(planned.get(option), value)}
     lines = [
@@ -207,7 +207,7 @@ def _is_same(planned: Any, given: Any) -> bool:
 
 
 def _other_making(request: _Request) -> list[str]:
-    """Return a line for each option given now that a plan was not made with."""
+    """Return a line for each option of the step plan whose value now differs from that in the plan."""
     made = _made_with(request.plan)
     return [
         f"--{name}: {made.get(name)!r} there, {value!r} now"
@@ -219,7 +219,7 @@ def _other_making(request: _Request) -> list[str]:
 def _check(request: _Request) -> int:
     from accel_train.commands import data
 
-    # Only what was given is passed on, because the check has defaults of its own.
+    # Only given options are passed on, because the check has its own defaults.
     given = {option.removeprefix("data."): request.flags[option] for option in CHECKED if option in request.flags}
     quality = {"min_dataset_quality": request.options.min_dataset_quality}
     return data.check(request.dataset, _flags(quality | given))
@@ -235,7 +235,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _plan(request: _Request) -> int:
-    # The step train deletes the run, so that its plan binds nothing.
+    # With overwrite the step train deletes the run, so its plan no longer matters.
     if has_trained(request.run) and not request.start.get("overwrite"):
         if not request.plan.is_file():
             raise UsageError(
@@ -250,7 +250,7 @@ def _plan(request: _Request) -> int:
                 f"{request.plan}: is kept, because training has begun, and was made with other options:\n  {listed}\n"
                 "leave them out, give another --output_dir, or --overwrite to delete the run and plan again"
             )
-        # The machine may be another one by now, and the experiment stays what it is.
+        # Not planned again: this may be another machine by now, but the experiment must stay the same.
         tree = overlaid(_read_plan(request.plan), request.flags)
         made_with = _made_with(request.plan)
         lines = ["kept, because training has begun; options given now are added, and refused if they change the run"]
@@ -258,7 +258,7 @@ def _plan(request: _Request) -> int:
         options = request.options
         tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
         made_with = {"intent": options.intent} | dict(request.made_with)
-    # Refused here, where the plan is made, and not by the first process that trains.
+    # An invalid plan is refused here, and not only by the first process that trains.
     from_tree(request.recipe.Config, tree | dict(request.start), "command line")
     _write(request.plan, tree, made_with)
     print("\n".join([*lines, f"{request.plan}: the plan, as options of recipes/lora.py"]), flush=True)
@@ -266,9 +266,9 @@ def _plan(request: _Request) -> int:
 
 
 def _read_plan(path: Path) -> Tree:
-    """Return the options of a plan. Those of one start, which somebody may have added, are removed from the file.
+    """Return the options of a plan. Options of a single start, which a user may have added, are removed from the file.
 
-    With ``overwrite: true`` in it every later start would delete the run.
+    With ``overwrite: true`` in it, every later start would delete the run.
     """
     found = read_tree(path)
     tree = without_invocation(found)
@@ -280,7 +280,7 @@ def _read_plan(path: Path) -> Tree:
 
 
 def _made_with(path: Path) -> dict[str, Any]:
-    """Return the ``OF_THE_PLAN`` that a plan was made with. Empty where its line is gone."""
+    """Return the options ``OF_THE_PLAN`` that a plan was made with. Empty if their line is gone."""
     for line in path.read_text("utf-8").splitlines():
         if line.startswith(MADE_WITH):
             # The line may have been edited.
@@ -308,7 +308,7 @@ def _train(request: _Request) -> int:
 def _launch(request: _Request, *flags: str) -> int:
     from accel_train.commands.launch import Launch, launch
 
-    # Without a plan this names the step that makes it.
+    # Without a plan, this raises an error that names the step plan.
     request.config()
     options = request.options
     arguments = (str(request.plan), *flags)
@@ -351,12 +351,12 @@ def _findings(metrics: Path) -> list[str]:
     newest = max(losses)
     last = losses[newest]
     if not math.isfinite(last):
-        # NaN is above nothing in the comparison below.
+        # The comparison below is False for NaN.
         lines.append(f"WARNING: {last} at step {newest}: the weights are spoiled; export an earlier checkpoint")
         return lines
-    # Of equal losses the earliest step: it has learned less by heart.
+    # Of equal losses the earliest step, which has overfitted less.
     best = min(losses, key=lambda step: nan_as_infinite(losses[step]))
-    # A held-out loss wavers from evaluation to evaluation.
+    # A held-out loss fluctuates from evaluation to evaluation.
     if last > WORSE * losses[best]:
         lines.append(
             f"WARNING: {last / losses[best] - 1:.0%} above its lowest value, at step {best}: the pictures are being "
@@ -379,7 +379,7 @@ def _export(request: _Request) -> int:
 
 
 def _refuse_other_export(destination: Path, checkpoint: Path, run_id: str | None) -> None:
-    """Raise ``UsageError`` for a folder that is no export of the run, such as one of a run deleted by ``overwrite``."""
+    """Raise ``UsageError`` for a folder that is not an export of the run, such as one of an overwritten run."""
     try:
         exported = json.loads((destination / "experiment.json").read_text("utf-8")).get("run_id")
     except (OSError, ValueError) as error:

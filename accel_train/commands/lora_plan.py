@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Intent = Literal["speed", "balanced", "quality"]
 INTENTS: Mapping[str, str] = {"speed": "lora_speed", "balanced": "lora_tune", "quality": "lora_quality"}
-"""Presets with the experiment."""
+"""Preset with the experiment of each intent."""
 OUTPUT_DIR = "runs/lora"
 BY_MEMORY = re.compile(r"lora_(\d+)gb")
 OF_THE_MACHINE = (
@@ -39,12 +39,12 @@ OF_THE_MACHINE = (
     "offload_frozen",
     "evaluation.batch_size",
 )
-"""Options of a preset by memory to copy into an intent. Its other options are those of the intent balanced."""
+"""Options to copy from a preset by memory into an intent. Its other options are those of the intent balanced."""
 NOMINAL = 0.9
-"""A device of n GB must show at least this share of n GiB: a part is kept by its driver."""
+"""Least fraction of n GiB that a device sold with n GB reports, since its driver keeps a part."""
 
 ORIGIN = "activations simulated, the rest by arithmetic; not measured"
-"""Origin of the figures of a plan."""
+"""Origin of the numbers in a plan."""
 
 
 class Machine(NamedTuple):
@@ -79,7 +79,7 @@ def presets_by_memory() -> dict[int, Path]:
 def make(
     recipe: ModuleType, flags: Mapping[str, Any], intent: Intent, memory_gib: float | None
 ) -> tuple[Tree, list[str]]:
-    """Return the options of a run on this machine, and lines that say why.
+    """Return the options of a run on this machine, and lines that explain the choice.
 
     The presets are tried from the largest down. Raises ``UsageError`` if none fits, or for a base
     that cannot be found.
@@ -100,10 +100,10 @@ def make(
     counted = _Counted(denoiser_values(base), {})
     reasons: list[str] = []
     for offloads in (False, True):
-        # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed. Those of
-        # larger devices too, because a small base may fit there.
+        # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed. Presets of
+        # larger devices are tried too, because with a small base they may fit.
         for gb in sorted(presets, reverse=True):
-            # The user's own flags come last, and are part of what has to fit.
+            # The user's own flags come last, so that the estimate includes them.
             tree = _with_encoders(overlaid(with_machine(experiment, read_tree(presets[gb])), flags), flags)
             name = presets[gb].stem
             if offloads:
@@ -116,7 +116,7 @@ def make(
                 chosen = f"chosen: {name}, the largest that fits ({ORIGIN})"
                 advice = _advised(tree, intent, flags, base)
                 return tree, [*lines, *reasons, chosen, *advice]
-        # The user has decided on it, so offload is not tried as a last resort.
+        # The user has set offload_frozen, so it is not tried as a last resort.
         if "offload_frozen" in flags:
             break
     listed = "\n".join(reasons)
@@ -127,7 +127,7 @@ def make(
 
 
 def _with_encoders(tree: Tree, flags: Mapping[str, Any]) -> Tree:
-    """Return the options without the presets' dtype of frozen text encoders, where these are trained."""
+    """Return the options with text encoders in fp32 if they are trained, since presets set a dtype for frozen ones."""
     if not tree.get("text_encoders", {}).get("rank") or "base.encoder_precision" in flags:
         return tree
     return overlaid(tree, {"base.encoder_precision": "fp32"})
@@ -145,7 +145,7 @@ def _with_offload(tree: Tree, flags: Mapping[str, Any]) -> Tree:
 
 
 def with_machine(experiment: Tree, machine: Tree) -> Tree:
-    """Return an intent with the machine's options from a preset by memory."""
+    """Return the options of an intent, with those ``OF_THE_MACHINE`` taken from a preset by memory."""
     values: dict[str, Any] = {}
     for option in OF_THE_MACHINE:
         group, _, leaf = option.partition(".")
@@ -170,7 +170,7 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
 
 
 class _Counted(NamedTuple):
-    """What is counted of a base once for all presets."""
+    """Sizes of a base that are counted once for all presets."""
 
     values: int
     """Number of values of its denoiser's weights."""
@@ -179,7 +179,7 @@ class _Counted(NamedTuple):
 
 
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counted) -> tuple[float, str]:
-    """Return the GiB needed by a run with these options, infinite if it cannot be made here, and words about it."""
+    """Return the GiB that a run with these options needs, infinite if it cannot be built here, and a text about it."""
     from accel_train.domains.images.memory import memory_need
     from accel_train.domains.images.trained_text.adapters import build, with_trained_text
     from accel_train.domains.images.weighting.prior import ROWS
@@ -192,7 +192,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
         trained = with_trained_text(base, text)
         key = (config.lora, text, config.precision, config.offload_frozen)
         if key not in counted.sizes:
-            # Counted on the meta device: neither the weights nor the memory have to be there.
+            # Counted on the meta device, which needs neither the weights nor the memory for them.
             counted.sizes[key] = fitting.size_of(
                 lambda: build(trained, config.lora, text, config.precision, device),
                 offload_frozen=config.offload_frozen,
@@ -210,7 +210,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
         drawn = config.evaluation.pixels(config.data) ** 2 / memory_need.MEGAPIXEL
     checkpointing = config.activation_checkpointing.mode
     if config.activation_checkpointing.blocks is not None:
-        # Of some of the blocks nothing is known but that the need is less.
+        # The saving by checkpointing only some blocks is not known, so the need without any is taken.
         checkpointing = "none"
     load = memory_need.Load(
         size=counted.sizes[key],
@@ -230,7 +230,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
 def _fit_warmup(tree: Tree, flags: Mapping[str, Any]) -> list[str]:
     """Shorten the preset's warm-up in ``tree`` to the user's number of steps, in place, and return lines about it.
 
-    As a start with the preset and the flag does. One with the plan cannot tell the two apart.
+    A start with the preset and the flag does the same. A start with the plan cannot tell the two apart.
     """
     steps = flags.get("max_steps")
     if steps is None or "schedule.warmup_steps" in flags or "schedule.decay_steps" in flags:
@@ -244,7 +244,7 @@ def _fit_warmup(tree: Tree, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
-    """Fit the warm-up, add the intent's option for this kind of base to ``tree``, in place, and return lines."""
+    """Fit the warm-up, add the intent's option for this kind of base to ``tree``, in place, and describe both."""
     lines = _fit_warmup(tree, flags)
     if intent != "quality":
         return lines
@@ -253,7 +253,7 @@ def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: Diffuse
     if prediction == "flow":
         # Weights by signal-to-noise are for noise and v. A flow is weighted by how often a time is drawn.
         group, option, value = "times", "density", "logit_normal"
-    # What the user asks for is not advised against.
+    # An option that the user has set stays.
     if f"{group}.{option}" in flags:
         return lines
     tree.setdefault(group, {})[option] = value

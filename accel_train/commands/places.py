@@ -31,7 +31,7 @@ class Place:
 def find_place(text: str | os.PathLike[str]) -> Place:
     """Find the checkpoints at a path, or one of a run by ``RUN@STEP`` or ``RUN@best``.
 
-    For any other path, raise ``UsageError`` with its contents.
+    Raises ``UsageError`` for any other path, with a list of its contents.
     """
     path = expand_path(text)
     chosen = run_file.choice_of(path)
@@ -123,7 +123,7 @@ def disk_bytes(path: Path) -> int:
 
 def is_gone(checkpoint: Path) -> bool:
     """Return True for a checkpoint that the retention of a run in training has deleted since it was found."""
-    # Not `Path.exists`, which raises for a network disk that is away.
+    # Not `Path.exists`, which raises for a network disk that is unavailable.
     try:
         checkpoint.lstat()
     except FileNotFoundError:

@@ -18,12 +18,12 @@ from accel_train.data.sampler import StepSampler, scheduled
 from accel_train.options.loading import config_of
 
 OPEN, CLOSE = "⟦⟧"
-"""Around what is learned, where there are no colors."""
+"""Marks around learned tokens, if there are no colors."""
 CONTROL = {*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
-# A text can neither close a mark nor steer the terminal.
+# Escaped, so that a text can neither close a mark nor control the terminal.
 ESCAPES = {code: ascii(chr(code))[1:-1] for code in {*CONTROL, ord(OPEN), ord(CLOSE)}}
 LEARNED, SPECIAL, PLAIN = "32", "2", "\x1b[0m"
-"""Green and dim, of ECMA-48."""
+"""ECMA-48 codes for green and dim, and the sequence that resets them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Request:
     """Rows to print."""
     heldout: bool
     ids: bool
-    """Print a table of tokens in place of the text."""
+    """Print a table of tokens instead of the text."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -51,7 +51,7 @@ def rows(request: Request, arguments: Sequence[str]) -> int:
         with in_one_process():
             found, order = _read(request, arguments)
     finally:
-        # Or a refusal would be logged in the directory of a run.
+        # Otherwise a refusal would be logged in the directory of a run.
         set_requested_output_dir(None)
     for notice in found.notices:
         print(notice)
@@ -75,7 +75,7 @@ def rows(request: Request, arguments: Sequence[str]) -> int:
 
 def _read(request: Request, arguments: Sequence[str]) -> tuple[TextRows, Iterator[tuple[str, int]]]:
     """Return the rows, and title and index of each in the order to print."""
-    # Here, because the recipe imports it in any case.
+    # Imported here, because the recipe imports it in any case.
     from accel_train.startup import data_of
 
     module = import_recipe(find_recipe(request.recipe))
@@ -101,8 +101,8 @@ def _read(request: Request, arguments: Sequence[str]) -> tuple[TextRows, Iterato
 
 
 def _trained(config: Any, train: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Return step and row of each sample of the first epoch, in the order of the recipes."""
-    # Rows larger than memory have one of their own.
+    """Return step and row of each sample of the first epoch, in the order of training."""
+    # A dataset larger than memory has its own order of blocks.
     blocks = getattr(train, "order", None)
     order = StepSampler(len(train), config.global_batch_size, config.seed, blocks=blocks)
     order = without_samples(scheduled(order, config.batch_schedule), config.without_samples)
@@ -122,7 +122,7 @@ def _summary(found: Sequence[TextRow]) -> str:
 
 
 def _texts(found: TextRows, row: TextRow, *, as_table: bool) -> Iterator[str]:
-    """Yield the texts of a row, each below a line of its own if there are several."""
+    """Yield the texts of a row, each below a header line if there are several."""
     starts = [place for place, position in enumerate(row.positions) if position == 0]
     for number, (start, end) in enumerate(itertools.pairwise([*starts, len(row.ids)])):
         if len(starts) > 1:
@@ -160,7 +160,7 @@ def marked(found: TextRows, row: TextRow, places: Sequence[int], *, color: bool)
         shown = shown.translate(ESCAPES)
         styles = [LEARNED] * is_learned + [SPECIAL] * is_special
         if color and styles:
-            # Ended with each run, so that Ctrl-C leaves the terminal as it was.
+            # Reset after each run of tokens, so that Ctrl-C leaves the terminal as it was.
             shown = f"\x1b[{';'.join(styles)}m{shown}{PLAIN}"
         # One mark spans an answer and the special token that ends it.
         if not color:
@@ -171,18 +171,18 @@ def marked(found: TextRows, row: TextRow, places: Sequence[int], *, color: bool)
 
 
 def _following(found: TextRows, before: list[int], ids: list[int]) -> str:
-    """Return the text of tokens as it follows others: some tokenizers drop the space before the first of all."""
+    """Return the text of ``ids`` after ``before``, since some tokenizers drop the space before the first token."""
     given = found.decode(before)
     whole = found.decode([*before, *ids])
     if whole.startswith(given):
         return whole.removeprefix(given)
-    # A letter of several tokens is in both parts.
+    # A character of several tokens is split between the two parts.
     return found.decode(ids)
 
 
 def _table(found: TextRows, row: TextRow, places: Sequence[int]) -> str:
     pieces = [found.piece(row.ids[place]).translate(ESCAPES) for place in places]
-    # At least that of the heading.
+    # At least the width of the heading.
     width = max(5, *map(len, pieces))
     lines = [f"{'id':>7}  {'piece':<{width}}  learned  position"]
     for place, piece in zip(places, pieces, strict=True):

@@ -42,7 +42,7 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
 
 @contextmanager
 def _writing(options: Any) -> Generator[None]:
-    """Make the folder of ``output``. Raises ``UsageError`` in place of an ``OSError`` of it, not of other files."""
+    """Create the folder of ``output``. An ``OSError`` about ``output`` becomes a ``UsageError``, any other does not."""
     given = getattr(options, "output", None)
     if given is None:
         yield
@@ -62,17 +62,17 @@ def _writing(options: Any) -> Generator[None]:
 def _refuse_undecodable(options: Any) -> None:
     """Raise ``UsageError`` for a text with bytes that are not UTF-8. Paths may have them."""
     for name in TEXTS:
-        # The pipeline of a recipe of one's own may take one text, or none.
+        # The pipeline of a custom recipe may take one text, or none.
         given = getattr(options, name, None)
         texts = given if isinstance(given, tuple) else (given,)
         for text in texts:
-            # Python passes such bytes of the command line on as surrogates, which no tokenizer takes.
+            # Python passes such bytes of the command line on as surrogates, which no tokenizer accepts.
             if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise UsageError(f"--{name} {text[:60]!r}: valid UTF-8 is required; convert the text to it")
 
 
 def _named(adapters: Sequence[str]) -> dict[str, str]:
-    """Return the places of adapters by their names. Raises ``UsageError``."""
+    """Parse NAME=PLACE, and return the places by name. Raises ``UsageError`` for another form or a repeated name."""
     found: dict[str, str] = {}
     for each in adapters:
         name, separator, place = each.partition("=")

@@ -26,7 +26,7 @@ from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 def temporary_directory(temporary: Path) -> Generator[None]:
     """Create a directory and delete it after an error. Errors of the disk become ``UsageError``.
 
-    A file elsewhere is one to read, which may be gone by now: a run deletes its old checkpoints.
+    An error about a file elsewhere is one of reading: a run in training may have deleted the old checkpoint.
     """
     try:
         temporary.mkdir(parents=True)
@@ -51,7 +51,7 @@ def _is_of_reading(error: OSError | SafetensorError, temporary: Path) -> TypeGua
     if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
         return False
     path = Path(error.filename)
-    # Of a copy onto a full disk, the error names the source.
+    # If a copy fails on a full disk, the error names its source.
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return not is_full and path != temporary.parent and temporary not in (path, *path.parents)
 
@@ -81,7 +81,7 @@ def write_collection(
             )
     split = split_state_dict_into_shards_factory(
         sizes,
-        # Sizes stand for the tensors, so that shards are planned before anything is read.
+        # Sizes take the place of tensors, so that shards are planned before anything is read.
         get_storage_size=lambda size: size,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=planning.SHARD_BYTES,

@@ -1,4 +1,4 @@
-"""Names of options and of groups that may differ from those of the run at a resume."""
+"""Checks of the names of options and groups that may differ from those of the run at a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_unknown_allowed(allow: Iterable[str], experiment: Iterable[str]) -> N
 
 
 def refuse_undeclared(cls: type) -> None:
-    """Raise ``UsageError`` for a name in ``free_to_change`` of a recipe's config class that is no option of it."""
+    """Raise ``UsageError`` for a name in ``free_to_change`` of a recipe that is no option or group of its config."""
     recipe: Any = getattr(cls, "recipe", None)
     known = option_names(cls)
     for name in getattr(recipe, "free_to_change", ()):
@@ -40,7 +40,7 @@ def refuse_undeclared(cls: type) -> None:
 
 
 def _meant(name: str, known: list[str]) -> str | None:
-    """Return an option without its group, then a similar name of an option or a group."""
+    """Return the option with this last name in some group, or else the most similar option or group, or None."""
     groups = {key.rpartition(".")[0] for key in known} - {""}
     same_leaf = (key for key in known if key.endswith(f".{name}"))
     return next(same_leaf, None) or nearest(name, [*known, *sorted(groups)])

@@ -1,6 +1,6 @@
 """Shell completion of a recipe's presets and options, from the types of its config.
 
-shtab writes the script of a shell from an ``argparse`` parser. A parser made here completes and reads nothing.
+shtab generates the script of a shell from an ``argparse`` parser. Parsers built here serve completion only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def print_completion(cls: type, presets: Sequence[str], arguments: Sequence[str]
     launch.add_argument("--config_file", help="launch file")
     launch.add_argument("--num_processes", help="processes over all machines")
     recipes = launch.add_subparsers()
-    # By the path as typed here, and by the bare name for a start from its own folder.
+    # By the path as typed here, and by its bare name for a start from its own folder.
     for name in dict.fromkeys([recipe, Path(recipe).name]):
         add_options(recipes.add_parser(name, add_help=False, help="recipe"), cls, presets)
     print(script(parser, after[0] if after else ""))

@@ -27,9 +27,9 @@ class FlagError(ValueError):
 
 
 def words_of(argv: Sequence[object]) -> list[str]:
-    """Return the words of a command line that a notebook may have written with numbers and paths among them.
+    """Convert the arguments of a ``main`` to words. A notebook may pass numbers and paths among them.
 
-    Raises ``UsageError`` for anything else.
+    Raises ``UsageError`` for a value of any other type.
     """
     if isinstance(argv, str):
         raise UsageError(f"{argv!r}: one text, a list of words is required, as in main(['--max_steps', '5'])")
@@ -51,9 +51,10 @@ def words_of(argv: Sequence[object]) -> list[str]:
 def read_flags(
     kinds: Mapping[str, Any], arguments: Sequence[str], presets: Callable[[], Sequence[str]]
 ) -> dict[str, Any]:
-    """Parse flags to a mapping from dotted option to value. The last of equal options wins, except of lists.
+    """Parse flags to a mapping from dotted option to value.
 
-    ``kinds`` has the type of every option. ``presets`` lists the presets for a message, in 0.1 s.
+    If an option is given twice, the last value wins, but a list is refused. ``kinds`` has the type of every option.
+    ``presets`` lists the presets for an error message, which takes 0.1 s. Raises ``FlagError``.
     """
     values: dict[str, Any] = {}
     words = list(arguments)
@@ -183,7 +184,7 @@ def _element_types(kind: Any) -> list[Any]:
 
 
 def refusal(kind: Any, value: Any) -> str | None:
-    """Return why a value of a file or flag does not fit its option's type, with the requirement. None if it fits.
+    """Return a message if a value of a file or flag does not fit its option's type, None if it fits.
 
     Stricter than pydantic, which accepts the text "8" and the number 8.0 as 8, and "yes" as true.
     """
@@ -285,7 +286,7 @@ def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Callab
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error for an unknown option, to follow its flag."""
+    """Return the error for an unknown option, to be appended to its flag."""
     group = [key for key in known if key.startswith(f"{name}.")]
     if group:
         return f" is a group of options, not an option; write --{group[0]} VALUE"
@@ -305,13 +306,13 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 MOST_RELATED = 3
 NEAR = 0.8
-"""Least similarity of an option worth proposing. Below it, neighbours mostly mean something else."""
+"""Minimum similarity of an option worth proposing. Less similar names mostly mean something else."""
 
 
 def related_options(key: str, known: Sequence[str]) -> list[str]:
-    """Return options whose last name is part of that of ``key`` in whole words, or the other way round.
+    """Return options whose last name contains that of ``key`` in whole words, or is contained in it.
 
-    Such as --smoothing for --label_smoothing. Empty for more than ``MOST_RELATED``, since that word tells nothing.
+    Such as --smoothing for --label_smoothing. Empty if there are more than ``MOST_RELATED``: the word is too common.
     """
     group, _, last = key.rpartition(".")
     siblings = [option for option in known if group and option.startswith(f"{group}.")]
@@ -337,7 +338,7 @@ def nearest_option(key: str, known: Sequence[str]) -> str | None:
         return meant or ending[0]
     # The last of several options with the same leaf wins.
     by_leaf = {option.rsplit(".", 1)[-1]: option for option in siblings or known}
-    # Two letters exchanged in a short name, as in model.szie, leave it less like itself; a group has few names.
+    # Two swapped letters, as in model.szie, cost a short name much similarity. A group has few names, so less suffices.
     leaf = nearest(last, by_leaf, 0.7 if siblings else NEAR)
     if leaf is None:
         return None

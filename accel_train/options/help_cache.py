@@ -26,7 +26,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def find() -> str | None:
-    """Return the cached help text for the command line of this process, or None if it must be written anew."""
+    """Return the cached help text for the command line of this process, or None if it has to be generated."""
     if requested_topic(sys.argv[1:]) is None:
         return None
     try:
@@ -36,15 +36,15 @@ def find() -> str | None:
             return None
         return str(entry["text"])
     except (OSError, ValueError, KeyError, TypeError):
-        # None yet, or a source that no longer exists, or a damaged file.
+        # No entry yet, a source that no longer exists, or a damaged entry.
         return None
 
 
 @contextmanager
 def recording(sources: Sequence[Path]) -> Generator[None]:
-    """Keep the output before an exit with code 0, if this process was started for a help text.
+    """Cache what the body prints before it exits with code 0, if this process was started for a help text.
 
-    ``sources`` are the files and folders behind the text, besides loaded modules.
+    ``sources`` are the files and folders that the text depends on, besides loaded modules.
     """
     if requested_topic(sys.argv[1:]) is None:
         # Called from Python, as in a notebook.
@@ -56,7 +56,7 @@ def recording(sources: Sequence[Path]) -> Generator[None]:
             yield
     except SystemExit as left:
         if left.code == 0:
-            # A text that cannot be kept costs the next start its time, and nothing else.
+            # If the text cannot be kept, the next start only takes longer.
             with suppress(OSError):
                 _write("".join(output.written), [*map(str, sources), *_module_files()])
         raise
@@ -74,7 +74,7 @@ class _Recorder:
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        # A writer of text asks for the encoding, and whether this is a terminal.
+        # Code that prints asks for the encoding, and whether this is a terminal.
         return getattr(self._stream, name)
 
 
@@ -125,7 +125,7 @@ def _module_files() -> list[str]:
         if not isinstance(file, str) or not os.path.isabs(file):
             continue
         is_installed = file.startswith(standard_library) or any(folder in file for folder in INSTALLED)
-        # Where this package is installed, it may still be edited in place.
+        # This package counts even if it is installed, because it may be edited in place.
         if not is_installed or name.partition(".")[0] == "accel_train":
             files.append(file)
     return files

@@ -59,7 +59,7 @@ def topics(cls: type) -> list[str]:
 def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> NoReturn:
     """Print the options of ``cls`` with the values of ``base`` as defaults, and exit with code 0.
 
-    Of several processes the first one prints. Raises ``UsageError`` for an unknown topic.
+    Only the first process of a host prints. Raises ``UsageError`` for an unknown topic.
     """
     known = topics(cls)
     # Options are written with underscores, and many tools write them with dashes.
@@ -177,7 +177,7 @@ def _overview(cls: type, shown: Sequence[str]) -> list[str]:
 
 def _first_sentence(cls: type) -> str:
     text = " ".join((inspect.getdoc(cls) or "").split())
-    # Not at the point of "et al. 2024" or "e.g. this".
+    # Not at the period of "et al. 2024" or "e.g. this".
     return re.split(r"(?<!\bal)(?<!\b[a-z]\.[a-z])\. ", text, maxsplit=1)[0].rstrip(".")
 
 
@@ -193,13 +193,13 @@ def option_texts(cls: type, prefix: str = "") -> dict[str, str]:
 def field_texts(cls: type) -> dict[str, str]:
     """Map each field of one dataclass to the docstring below it, inherited fields included."""
     found: dict[str, str] = {}
-    # Classes that it extends first, so that its own texts win.
+    # Base classes first, so that its own texts win.
     for part in reversed(cls.__mro__[:-1]):
         found |= _own_texts(part)
     return found
 
 
-@functools.cache  # most groups of options are those of every recipe
+@functools.cache  # all recipes share most groups of options
 def _own_texts(cls: type) -> Mapping[str, str]:
     found: dict[str, str] = {}
     # From the source, because Python does not keep the text below a field.

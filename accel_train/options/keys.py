@@ -1,4 +1,4 @@
-"""Unknown keys of a YAML file or mapping, and the options probably meant."""
+"""Unknown keys of a YAML file or mapping, and the options that were probably meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_train.options.tree import field_types, flatten, is_group, option_name
 from accel_train.wording import did_you_mean
 
 NOWHERE: Places = MappingProxyType({})
-"""Positions of values from no file."""
+"""Positions of values that are from no file: none."""
 MAY_BE_EMPTY = ("data.default_caption", "data.prior.caption")
 """Options for which empty text has a meaning."""
 
@@ -51,7 +51,7 @@ class InvalidKey(NamedTuple):
     path: tuple[str, ...]
     value: Any
     is_group: bool
-    """The key names a group, but its value is no mapping."""
+    """True if the key names a group, but its value is not a mapping."""
 
 
 def invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[InvalidKey]:
@@ -66,7 +66,7 @@ def invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> 
             else:
                 yield InvalidKey(path, value, is_group=True)
         elif isinstance(value, Mapping):
-            # No option takes a mapping, so a key of it is what is unknown.
+            # No option takes a mapping, so the unknown key is one inside it.
             yield _first_leaf(path, cast(Mapping[str, Any], value))
         elif kind is None:
             yield InvalidKey(path, value, is_group=False)

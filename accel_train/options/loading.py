@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 MICRO_BATCH = "micro_batch_size"
-"""An option whose value ``auto`` a config replaces by a number."""
+"""Option whose value ``auto`` is replaced by a number when a config is made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Loaded(Generic[C]):
 
 
 def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
-    """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
+    """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads it by itself. No collective.
 
     With ``--smoke``, ``smoke_values`` of the config override the file or preset, and flags override both. Raises
     ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
     refuse_undeclared(cls)
     arguments = words_of(argv)
-    # Called where a message or a help text lists them, because it reads every preset: 0.1 s of CPU.
+    # Called only if a message or a help text lists the presets, because it reads all of them: 0.1 s of CPU.
     names = partial(preset_names, cls, presets)
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
@@ -116,7 +116,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     replaced = _replaced(base, smoke, flags, source)
     changes = smoke | dict.fromkeys(replaced) | flags
     if changes and tree.get(MICRO_BATCH) == "auto":
-        # Once more, because a flag may change the number that takes its place.
+        # Set to auto again, because a flag may change the number that replaces it.
         changes = {MICRO_BATCH: "auto", **changes}
     if not (prints_config or _state.reading_only):
         refusals.refuse_moved(path, getattr(base, "output_dir", None), changes)
@@ -142,7 +142,7 @@ def _read_base(
 ) -> C:
     """Validate a file or preset before the flags, so that its errors name a position.
 
-    A flag may give what it lacks, such as one of two options of which exactly one is required, or replace a value.
+    A flag may complete it, as where exactly one of two options is required, or replace an invalid value.
     """
     try:
         return from_tree(cls, tree, *where)
@@ -157,7 +157,7 @@ def _with_changes(
 ) -> tuple[C, dict[str, str]]:
     """Return ``base`` with ``changes``, and the options that these leave without effect, with their new origins.
 
-    Such options of the file or preset go back to the defaults of their group. A flag without effect is refused.
+    Such options of the file or preset are reset to the defaults of their group. A flag without effect is refused.
     """
     cls = type(base)
     before = flatten(to_tree(base))
@@ -200,7 +200,7 @@ class _State:
     """State of this process across calls of ``load_config``."""
 
     reading_only = False
-    """Leave the recipe's ``main`` once it has read its config."""
+    """True while ``config_of`` runs a recipe's ``main``, which is to be left once it has read its config."""
 
 
 _state = _State()
@@ -265,7 +265,7 @@ def find_source(
     # Such as max_steps=10, an option without its dashes.
     if "=" in source or source.replace("-", "_") in options:
         raise UsageError(stray(source, after, options, names))
-    # A bare name is a preset, even where a file or folder of that name lies in the working directory.
+    # A bare name is a preset, even if the working directory has a file or folder of that name.
     if expanded.suffix in {".yaml", ".yml"} or os.sep in source:
         if not expanded.is_file():
             wrong = "there is no such file"
@@ -340,7 +340,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         if key not in kinds:
             continue
         reason = refusal(kinds[key], value) or refusals.impossible_text(key, value)
-        # As a path it would be the working directory.
+        # An empty path would be the working directory.
         if not reason and value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
             reason = "'' is refused: a value is required, and a shell variable that is not set gives none"
         if reason:
@@ -349,7 +349,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     try:
         return _validator(cls).validate_python(dict(tree))
     except ValidationError as error:
-        # For a union pydantic reports each member. `refusal` has checked its literals already, but for lists.
+        # For a union pydantic reports each member. `refusal` has checked literals already, except in lists.
         found = [e for e in error.errors() if e["type"] != "literal_error"] or error.errors()
         text = "\n".join(_explain(cls, e, where, places) for e in found)
         causes = [e.get("ctx", {}).get("error") for e in found]
@@ -362,7 +362,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
 
 @cache
 def _validator(cls: type[C]) -> TypeAdapter[C]:
-    """Return pydantic's validator of a config, which takes 50 ms to build and is asked twice at a start."""
+    """Return pydantic's validator of a config. It takes 50 ms to build, and a start uses it twice."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(cls)

@@ -1,6 +1,6 @@
-"""Owners of a preset or config, among the shipped recipes and those beside the started one.
+"""Recipes that a preset or config belongs to, among the shipped ones and those beside the started one.
 
-A recipe is read as text, with ``ast``, because its import would load its model. For a message only: 0.2 s of CPU.
+A recipe is parsed with ``ast``, because its import would load its model. Only for messages: takes 0.2 s of CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARY = Path(__file__).parents[2]
 
 
 def owners(tree: Mapping[str, Any], presets: Path) -> list[Path]:
-    """Return the recipes with every option of ``tree``. ``presets`` is the folder of this recipe's presets."""
+    """Return the recipes that have every option in ``tree``. ``presets`` is the folder of this recipe's presets."""
     if _has_dotted_key(tree):
         # No recipe reads it, whatever options it seems to name.
         return []
@@ -35,7 +35,7 @@ def _has_dotted_key(tree: Mapping[str, Any]) -> bool:
 
 
 def owners_of_preset(name: str, presets: Path) -> list[Path]:
-    """Return the owners of a shipped preset. Empty if there is no such preset."""
+    """Return the recipes that a shipped preset belongs to. Empty if there is no such preset."""
     shipped = bundled_folder("recipes")
     if shipped is None:
         return []
@@ -65,7 +65,7 @@ def options_of(recipe: Path) -> list[str]:
 def _recipes(presets: Path) -> list[Path]:
     shipped = bundled_folder("recipes")
     folders = [presets.parent] if shipped is None else [presets.parent, shipped]
-    # A copy beside this recipe wins over the shipped file of the same name.
+    # A file beside this recipe takes precedence over the shipped one of the same name.
     found: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.py")):
@@ -101,7 +101,7 @@ def _module(path: Path) -> _Module:
 
 
 def _options(path: Path, name: str) -> list[str] | None:
-    """Return the options of class ``name`` as seen from a file. None if it is not a class of ours."""
+    """Return the options of class ``name`` as seen from a file. None if it is no class of a file that can be found."""
     module = _module(path)
     if name not in module.classes:
         first, _, rest = name.partition(".")
@@ -123,7 +123,7 @@ def _options(path: Path, name: str) -> list[str] | None:
 
 def _options_of_field(path: Path, name: str, kind: ast.expr) -> list[str]:
     if ast.unparse(kind).startswith("ClassVar"):
-        # A declaration of the recipe is no option.
+        # A declaration of the recipe, not an option.
         return []
     group = _options(path, ast.unparse(kind)) if isinstance(kind, (ast.Name, ast.Attribute)) else None
     return [name] if group is None else [f"{name}.{option}" for option in group]
@@ -142,6 +142,6 @@ def refused_preset(owners: Sequence[Path], preset: str, names: Callable[[], Sequ
 
 def offered(names: Callable[[], Sequence[str]]) -> str:
     """Return the presets of this recipe, for the end of an error."""
-    # None where the only preset of a recipe is the one that is refused.
+    # Empty if the only preset of a recipe is the one that is refused.
     listed = ", ".join(names())
     return f". Presets of this recipe are {listed}" if listed else ""

@@ -1,4 +1,4 @@
-"""Names of options in the scripts of diffusers, transformers, TRL, axolotl and kohya, with what does the same here."""
+"""Names of options in the scripts of diffusers, transformers, TRL, axolotl and kohya, with their equivalents here."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "model_prediction_type": PREDICTED,
     "zero_terminal_snr": "none: the noise levels are those of the base",
 }
-"""Refused with the name used here and not with a guess. A value in the text is one that the option takes."""
+"""Remedy for each name of other scripts, shown instead of a guess. A value in a remedy is valid for its option."""
 
 
 def in_this_recipe(remedy: str, known: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Refused options: which of them give way to flags, and what a message adds about the file or about a resumed run."""
+"""Refused options: those that give way to flags, and additions to messages about the file or a resumed run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from accel_train.store.names import CONFIG_FILE, RUN_FILE
 
 OUTPUT_DIR = "output_dir"
 PLACES = ("path", "_dir", "resume", "init_from", ".source")
-"""Ends of the names of options that are paths, or may be."""
+"""Suffixes of the names of options that are or may be paths."""
 
 
 def impossible_text(key: str, value: object) -> str | None:
-    """Return why no file system takes the text of an option as a path, with the requirement. None if one may."""
+    """Return a message if an option's text cannot be written to a file or cannot be a path. None if it is possible."""
     if not isinstance(value, str):
         return None
     if "\0" in value:
         return f"{cut(value)} is refused: text without the character NUL is required"
-    # Bytes of a command line that are no UTF-8 arrive as surrogates, and no file of the run could hold them.
+    # Bytes of a command line that are not UTF-8 arrive as surrogates, and no file of the run could hold them.
     found = re.search("[\ud800-\udfff]+", value)
     if found:
-        # Of a path, the name with them.
+        # For a path, only the name that contains them.
         part = value[value.rfind("/", 0, found.start()) + 1 : found.end()]
         return f"{cut(value)} is refused: text in valid UTF-8 is required, and {part!r} is none"
     if not key.endswith(PLACES):
@@ -39,7 +39,7 @@ def impossible_text(key: str, value: object) -> str | None:
 
 
 def missing_default(preset: str, presets: Path, names: Callable[[], Sequence[str]]) -> None:
-    """Raise ``UsageError`` if the preset that stands in for one on the command line is not there."""
+    """Raise ``UsageError`` if the default preset, which is read if the command line names none, does not exist."""
     path = presets / f"{preset}.yaml"
     # A path to a file is read as on the command line.
     if path.is_file() or Path(preset).name != preset or Path(preset).suffix:
@@ -63,17 +63,17 @@ def defaults_of(cls: type) -> dict[str, Any]:
 def given_way(
     error: UsageError, source: str, base: Mapping[str, Any], changes: Mapping[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the options that ``changes`` leave without effect, each with a text for its origin: they give way.
+    """Return the options that give way because ``changes`` leave them without effect, each with its new origin.
 
     ``base`` has the values of the file ``source``, and ``changes`` those of ``--smoke`` and of ``flags``. Empty if the
-    error stands: it is another one, or another flag leaves a flag without effect.
+    error stands, because it is of another kind or because one flag leaves another without effect.
     """
     if not isinstance(error, WithoutEffectError):
         return {}
     found: dict[str, str] = {}
     for part in error.parts:
         cause = _cause(part, changes, flags)
-        # A trial of the whole command drops the flags of what it switches off.
+        # A trial of the whole command, --smoke drops the flags of what it switches off.
         if cause != "--smoke" and not flags.keys().isdisjoint(part.options):
             return {}
         for option in part.options:
@@ -87,12 +87,12 @@ def given_way(
 
 
 def _cause(error: WithoutEffectError, changes: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
-    """Return what leaves the options of an error without effect: a flag, or ``--smoke``."""
+    """Return the cause that leaves the options of an error without effect: a flag, or ``--smoke``."""
     places = {key: named_at(key, changes[key], str(error)) for key in changes if key not in error.options}
     causes = {key: place for key, place in places.items() if place is not None}
     by_flags = [key for key in causes if key in flags]
     if by_flags:
-        # The remedy behind the cause may name further options.
+        # The first one named is the cause, since the remedy after it may name further options.
         return f"--{min(by_flags, key=causes.__getitem__)}"
     if causes:
         return "--smoke"
@@ -100,7 +100,7 @@ def _cause(error: WithoutEffectError, changes: Mapping[str, Any], flags: Mapping
 
 
 def named_at(key: str, value: Any, text: str) -> int | None:
-    """Return where a message names an option, None if it does not."""
+    """Return the offset at which a message names an option, None if it does not."""
     *_, name = key.split(".")
     # An option of the same group is named without it, beside its value.
     named = rf"(?<![\w.]){re.escape(key)}\b|(?<![\w.]){name} {re.escape(str(value).lower())}\b"
@@ -110,7 +110,7 @@ def named_at(key: str, value: Any, text: str) -> int | None:
 def set_elsewhere(
     error: UsageError, tree: Tree, changes: Mapping[str, Any], source: str, kinds: Mapping[str, Any]
 ) -> UsageError:
-    """Return a refusal of flags that names the options of the file or preset in it, each with its own flag."""
+    """Return a refusal of flags that also tells which of its options are from the file or preset, with their flags."""
     found: list[str] = []
     for key, value in flatten(tree).items():
         if key in changes or named_at(key, value, str(error)) is None:
@@ -126,9 +126,9 @@ def set_elsewhere(
 
 @contextmanager
 def at_a_resume(cls: type, tree: Tree, arguments: Sequence[str]) -> Generator[None]:
-    """Add to a refusal that a run which began with the value needs ``--allow`` as well, once it is corrected.
+    """Add to a refusal that a run which began with the refused value also needs ``--allow`` for the corrected one.
 
-    A resume compares its options with those of the run, and would refuse the corrected one next.
+    A resume compares its options with those of the run, and would refuse the corrected value next.
     """
     try:
         yield
@@ -140,7 +140,7 @@ def at_a_resume(cls: type, tree: Tree, arguments: Sequence[str]) -> Generator[No
         if isinstance(error, WithoutEffectError):
             names = [option for option in error.options if option in began]
         else:
-            # A message begins with what is wrong. The others may stay.
+            # A message names the wrong option first. Others that it names may stay.
             names = sorted(named, key=lambda key: named[key])[:1]
         if not names or "--overwrite" in arguments or _gives_others(saved, arguments, str(error)):
             raise
@@ -152,7 +152,7 @@ def at_a_resume(cls: type, tree: Tree, arguments: Sequence[str]) -> Generator[No
 
 
 def _gives_others(saved: Mapping[str, Any], arguments: Sequence[str], text: str) -> bool:
-    """Return True if a message names a flag whose value is not that of the run: then the flag is what is wrong."""
+    """Return True if a message names a flag whose value differs from that of the run, so that the flag is wrong."""
     for name, word in _flags(arguments):
         if named_at(name, word, text) is not None and not (name in saved and _is_written_as(saved[name], word)):
             return True
@@ -167,7 +167,7 @@ def _is_written_as(value: Any, word: str) -> bool:
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each flag with the word behind it, which may be another one. They may not have been read yet."""
+    """Yield each flag with the word after it, which may be another flag. Flags may not have been parsed yet."""
     words = [part for word in arguments for part in word.split("=", 1)]
     for flag, word in itertools.pairwise([*words, ""]):
         if flag.startswith("--"):
@@ -181,7 +181,7 @@ def _directory(cls: type, tree: Tree, arguments: Sequence[str]) -> Path:
 
 
 def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
-    """Return the options that a run began with, of those that there still are. Empty for no run."""
+    """Return the options that a run began with, as far as they still exist. Empty if there is no run."""
     saved: Any = {}
     # A damaged file is reported by the start itself.
     with suppress(OSError, ValueError):
@@ -195,8 +195,8 @@ def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
 def refuse_moved(file: Path, output_dir: object, changed: Container[str]) -> None:
     """Raise ``UsageError`` if ``file`` is the config of a run that was moved, copied or renamed since.
 
-    ``output_dir`` is as the file has it. A start would train or evaluate in that other directory, unless it is among
-    the options that are ``changed``.
+    ``output_dir`` is as the file has it. A start would train or evaluate in that other directory, unless the option is
+    among those that are ``changed``.
     """
     if OUTPUT_DIR in changed:
         return

@@ -84,7 +84,7 @@ def compose(text: str) -> yaml.MappingNode:
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            # Never more, whatever the size of the file.
+            # No more than the limit, whatever the size of the file.
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -144,7 +144,7 @@ def parse_yaml(path: Path, text: str) -> Document:
         raise YamlError(_syntax(path, error)) from error
     except RecursionError as error:
         raise YamlError(f"{path}: nested too deeply; settings are two or three levels deep") from error
-    except YamlError:  # a ValueError too, with a text that is complete
+    except YamlError:  # also a ValueError, but with a complete text
         raise
     except (OverflowError, ValueError) as error:
         # PyYAML raises these on escapes such as "\\UFFFFFFFF".
@@ -161,13 +161,13 @@ def _top_mapping(path: Path, root: yaml.Node | None, places: _Places) -> dict[st
 
 
 def _syntax(path: Path, error: yaml.MarkedYAMLError) -> str:
-    """Word an error of PyYAML with its position and a remedy."""
+    """Return the message for an error of PyYAML, with its position and a remedy."""
     where = str(path)
     mark = error.problem_mark or error.context_mark
     if mark:
         where = f"{path}:{mark.line + 1}:{mark.column + 1}"
     problem = error.problem or error.context or "not YAML"
-    # PyYAML's own texts are recognised by fragments. Without a match the text below still has its words.
+    # PyYAML's own messages are recognised by fragments. Any other message is quoted below.
     if "\\t" in problem:
         return f"{where}: a tab, which YAML does not allow here; indent with spaces"
     if problem.startswith("but found another document"):
@@ -300,7 +300,7 @@ def _parse_json(path: Path, text: str) -> dict[str, object]:
     try:
         values = json.loads(
             text,
-            object_pairs_hook=unique_keys,  # by default the last of two equal keys wins in silence
+            object_pairs_hook=unique_keys,  # by default the last of two equal keys wins silently
             parse_constant=finite_float,  # NaN, Infinity
             parse_float=finite_float,
         )

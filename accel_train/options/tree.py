@@ -43,7 +43,7 @@ def without_invocation(tree: Tree) -> Tree:
 
 
 def defaults_tree(cls: type) -> Tree:
-    """Return ``experiment_tree`` of the defaults of a config class. They need not fit together."""
+    """Return ``experiment_tree`` of the defaults of a config class. Together they need not be a valid config."""
     tree: Tree = {}
     for field in dataclasses.fields(cls):
         value = field.default
@@ -55,7 +55,7 @@ def defaults_tree(cls: type) -> Tree:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper quoting text, unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
+    """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, which reads as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -113,13 +113,13 @@ def is_group(kind: Any) -> TypeGuard[type]:
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
     """Map each field of one dataclass to its type."""
-    # The types of the fields themselves are text where a module postpones its annotations.
+    # The types of the fields themselves are text if a module postpones its annotations.
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
-    """Return a copy of nested options with dotted ones in place of its own."""
+    """Return a copy of nested options in which the dotted options ``values`` replace its own."""
     found = copy.deepcopy(tree)
     for option, value in values.items():
         *groups, leaf = option.split(".")
@@ -131,9 +131,9 @@ def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
 
 
 def origins_of(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Name where the value of each option of a config is from: ``flags``, a preset or file, or its default."""
+    """Return the origin of each option's value in a config: ``flags``, a preset or file, or its default."""
     in_file = flatten(tree)
-    # A preset with the name of another origin is shown with its ending.
+    # A preset that is named like another origin is shown with its file extension.
     if source in (DEFAULT, "command line"):
         source = f"{source}.yaml"
     origins: dict[str, str] = {}
