@@ -152,7 +152,7 @@ def describe(request: Launch, checked: Checked) -> str:
 
 def missing_data(loaded: Loaded[Any]) -> list[str]:
     """Describe each path of data that a start would not find here. Hub ids and words such as demo are no paths."""
-    found: list[str] = []
+    missing: list[str] = []
     for name, value in flatten(to_tree(loaded.config)).items():
         group, _, option = name.partition(".")
         # A start creates its own directories.
@@ -164,12 +164,12 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
         sources = value
         if not isinstance(value, (list, tuple)):
             sources = (value,)
-        found += [
+        missing += [
             f"{name}: {source}: there is no such file or folder on this machine, and a start needs it"
             for source in sources
             if isinstance(source, str) and is_path(source) and not _is_here(expand_path(source))
         ]
-    return found
+    return missing
 
 
 def _is_made(config: object, name: str) -> bool:

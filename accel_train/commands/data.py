@@ -81,24 +81,24 @@ def _folders(root: Path, used_before: float) -> dict[Path, list[Entry]]:
 
 
 def _list(root: Path, used_before: float, as_json: bool) -> int:
-    found = _folders(root, used_before)
-    folders = [(folder, _about(folder), entries) for folder, entries in sorted(found.items())]
+    by_folder = _folders(root, used_before)
+    folders = [(folder, _about(folder), entries) for folder, entries in sorted(by_folder.items())]
     if as_json:
         rows: list[dict[str, Any]] = []
-        for folder, about, found in folders:
-            size = sum(entry.size for entry in found)
-            used = max(entry.used for entry in found)
-            rows.append({"folder": str(folder), "entries": len(found), "bytes": size, "used": used, "about": about})
+        for folder, about, entries in folders:
+            size = sum(entry.size for entry in entries)
+            used = max(entry.used for entry in entries)
+            rows.append({"folder": str(folder), "entries": len(entries), "bytes": size, "used": used, "about": about})
         print(json.dumps(rows, indent=1))
         return 0
     print(f"{root}")
     print(f"{'kind':<9} {'entries':>9} {'MiB':>9} {'unused days':>12}  computed with")
-    for _, about, found in folders:
-        size = sum(entry.size for entry in found) / 2**20
-        unused = (time.time() - max(entry.used for entry in found)) / DAY_SECONDS
+    for _, about, entries in folders:
+        size = sum(entry.size for entry in entries) / 2**20
+        unused = (time.time() - max(entry.used for entry in entries)) / DAY_SECONDS
         encoder = f"{about.get('source')} {about.get('revision') or ''} {str(about.get('weights'))[:12]}"
-        print(f"{about.get('kind', '?'):<9} {len(found):>9,} {size:>9.1f} {unused:>12.1f}  {encoder}")
-    total = sum(entry.size for _, _, found in folders for entry in found)
+        print(f"{about.get('kind', '?'):<9} {len(entries):>9,} {size:>9.1f} {unused:>12.1f}  {encoder}")
+    total = sum(entry.size for _, _, entries in folders for entry in entries)
     print(f"{total / 2**30:.2f} GiB in all")
     return 0
 

@@ -143,17 +143,17 @@ def collections_of(path: Path) -> Collections:
         if weights.is_pickle(path):
             raise weights.pickle_error([path])
         return {"model": weights.read_header(path)}
-    found: Collections = {}
+    collections: Collections = {}
     stems = stems_in(path)
     model_stems = [stem for stem in WEIGHTS if stem in stems]
     for stem in stems:
         # With both names in one directory, they are different weights and keep their names.
         name = "model" if model_stems == [stem] else stem
-        found[name] = weights.find_tensors(path, stem)
+        collections[name] = weights.find_tensors(path, stem)
     # Each process wrote a file of its own. The index makes checkpoints of different world sizes comparable.
     if (path / "optimizer" / "index.json").is_file():
-        found["optimizer"] = _flat_optimizer_state(path)
-    if not found:
+        collections["optimizer"] = _flat_optimizer_state(path)
+    if not collections:
         pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
         if pickles:
             raise weights.pickle_error(pickles)
@@ -161,7 +161,7 @@ def collections_of(path: Path) -> Collections:
             f"{path}: holds no safetensors file, but {places.contents(path)}; give a run, a checkpoint or a directory "
             "with safetensors files"
         )
-    return {name: part for name, part in found.items() if part}
+    return {name: part for name, part in collections.items() if part}
 
 
 def _flat_optimizer_state(checkpoint: Path) -> dict[str, TensorInfo]:
@@ -210,12 +210,12 @@ def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Compari
                 continue
             if a[name].dtype != b[name].dtype:
                 result.types.append(f"{name} {a[name].dtype} in A, {b[name].dtype} in B")
-            found = _compare_pair(name, left.read(name), right.read(name), result)
-            if found is not None:
+            difference = _compare_pair(name, left.read(name), right.read(name), result)
+            if difference is not None:
                 result.differing += 1
-                result.first = result.first or found
-                if result.largest is None or found.largest > result.largest.largest:
-                    result.largest = found
+                result.first = result.first or difference
+                if result.largest is None or difference.largest > result.largest.largest:
+                    result.largest = difference
     return result
 
 

@@ -59,21 +59,21 @@ def find_machine(memory_gib: float | None) -> Machine:
     if memory_gib is not None:
         return Machine("as --memory_gib says", memory_gib)
     # The smallest device decides, because every process has the same micro-batch.
-    found: list[Machine] = []
+    devices: list[Machine] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(Machine(properties.name, properties.total_memory / GIB))
-    return min(found, key=lambda machine: machine.gib, default=Machine("the host", fitting.host_bytes() / GIB))
+        devices.append(Machine(properties.name, properties.total_memory / GIB))
+    return min(devices, key=lambda machine: machine.gib, default=Machine("the host", fitting.host_bytes() / GIB))
 
 
 def presets_by_memory() -> dict[int, Path]:
     """Return the presets by the memory of their target device in GB, ascending."""
-    found: dict[int, Path] = {}
+    presets: dict[int, Path] = {}
     for path in (folder("recipes") / "presets").glob("*.yaml"):
         match = BY_MEMORY.fullmatch(path.stem)
         if match is not None:
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            presets[int(match[1])] = path
+    return dict(sorted(presets.items()))
 
 
 def make(

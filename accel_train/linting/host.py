@@ -168,13 +168,13 @@ def visible_devices() -> tuple[Device, ...]:
     """Return the CUDA devices visible to this process. Imports torch, as every recipe has already done."""
     import torch
 
-    found: list[Device] = []
+    devices: list[Device] = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             capability = (properties.major, properties.minor)
-            found.append(Device(properties.name, properties.total_memory, capability))
-    return tuple(found)
+            devices.append(Device(properties.name, properties.total_memory, capability))
+    return tuple(devices)
 
 
 def _memory_bytes() -> int:

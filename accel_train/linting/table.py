@@ -42,15 +42,15 @@ def lint(facts: Facts, ignored: Iterable[str] = (), stages: Iterable[Stage] = ST
     """Return the findings, errors first. Takes about a millisecond."""
     silent = set(ignored)
     wanted = set(stages)
-    found: list[Found] = []
+    findings: list[Found] = []
     for rule in RULES.values():
         if rule.name in silent or rule.stage not in wanted:
             continue
         finding = rule.find(facts)
         if finding is not None:
-            found.append(Found(rule, finding))
+            findings.append(Found(rule, finding))
     # Sorting is stable: rules of a subject stay together.
-    return sorted(found, key=lambda item: item.rule.severity != "error")
+    return sorted(findings, key=lambda item: item.rule.severity != "error")
 
 
 def ignored_names(environment: Mapping[str, str], more: Iterable[str] = ()) -> list[str]:

@@ -163,19 +163,19 @@ def _has_any_length(kind: Any) -> bool:
 
 def scalar_types(kind: Any) -> set[type]:
     """Collect the Python types of the option's values in a file, or of their elements."""
-    found: set[type] = set()
+    types: set[type] = set()
     for part in union_members(kind):
         if get_origin(part) is Literal:
-            found |= {type(value) for value in get_args(part)}
+            types |= {type(value) for value in get_args(part)}
         elif get_origin(part) is tuple:
             for element in _element_types(part):
-                found |= scalar_types(element)
+                types |= scalar_types(element)
         elif part is float:
             # A whole number is a valid float.
-            found |= {int, float}
+            types |= {int, float}
         else:
-            found.add(part)
-    return found
+            types.add(part)
+    return types
 
 
 def _element_types(kind: Any) -> list[Any]:
@@ -316,14 +316,14 @@ def related_options(key: str, known: Sequence[str]) -> list[str]:
     """
     group, _, last = key.rpartition(".")
     siblings = [option for option in known if group and option.startswith(f"{group}.")]
-    found: list[str] = []
+    related: list[str] = []
     for option in siblings or known:
         leaf = f"_{option.rpartition('.')[2]}_"
         if leaf in f"_{last}_" or f"_{last}_" in leaf:
-            found.append(option)
-    if len(found) > MOST_RELATED:
+            related.append(option)
+    if len(related) > MOST_RELATED:
         return []
-    return found
+    return related
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:

@@ -192,16 +192,16 @@ def option_texts(cls: type, prefix: str = "") -> dict[str, str]:
 
 def field_texts(cls: type) -> dict[str, str]:
     """Map each field of one dataclass to the docstring below it, inherited fields included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     # Base classes first, so that its own texts win.
     for part in reversed(cls.__mro__[:-1]):
-        found |= _own_texts(part)
-    return found
+        texts |= _own_texts(part)
+    return texts
 
 
 @functools.cache  # all recipes share most groups of options
 def _own_texts(cls: type) -> Mapping[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     # From the source, because Python does not keep the text below a field.
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
@@ -209,8 +209,8 @@ def _own_texts(cls: type) -> Mapping[str, str]:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[field.target.id] = " ".join(str(after.value.value).split())
-    return found
+            texts[field.target.id] = " ".join(str(after.value.value).split())
+    return texts
 
 
 def print_command_help(cls: type, program: str) -> NoReturn:

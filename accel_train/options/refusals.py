@@ -70,7 +70,7 @@ def given_way(
     """
     if not isinstance(error, WithoutEffectError):
         return {}
-    found: dict[str, str] = {}
+    giving_way: dict[str, str] = {}
     for part in error.parts:
         cause = _cause(part, changes, flags)
         # A trial of the whole command, --smoke drops the flags of what it switches off.
@@ -82,8 +82,8 @@ def given_way(
                 place = "--smoke"
             if option in flags:
                 place = "the command line"
-            found[option] = f"{changes.get(option, base[option])!r} of {place}{GIVES_WAY}{cause}"
-    return found
+            giving_way[option] = f"{changes.get(option, base[option])!r} of {place}{GIVES_WAY}{cause}"
+    return giving_way
 
 
 def _cause(error: WithoutEffectError, changes: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
@@ -111,17 +111,17 @@ def set_elsewhere(
     error: UsageError, tree: Tree, changes: Mapping[str, Any], source: str, kinds: Mapping[str, Any]
 ) -> UsageError:
     """Return a refusal of flags that also tells which of its options are from the file or preset, with their flags."""
-    found: list[str] = []
+    notes: list[str] = []
     for key, value in flatten(tree).items():
         if key in changes or named_at(key, value, str(error)) is None:
             continue
         flag = f"--{key}"
         if refusal(kinds[key], None) is None:
             flag = f"{flag} None"
-        found.append(f"{key} is from {source}: {flag} changes it")
-    if not found:
+        notes.append(f"{key} is from {source}: {flag} changes it")
+    if not notes:
         return error
-    return UsageError(f"{error} ({'; '.join(found)})")
+    return UsageError(f"{error} ({'; '.join(notes)})")
 
 
 @contextmanager

@@ -120,14 +120,14 @@ def field_types(cls: type) -> Mapping[str, Any]:
 
 def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """Return a copy of nested options in which the dotted options ``values`` replace its own."""
-    found = copy.deepcopy(tree)
+    result = copy.deepcopy(tree)
     for option, value in values.items():
         *groups, leaf = option.split(".")
-        inner = found
+        inner = result
         for group in groups:
             inner = inner.setdefault(group, {})
         inner[leaf] = value
-    return found
+    return result
 
 
 def origins_of(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:

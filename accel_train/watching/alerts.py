@@ -43,23 +43,23 @@ class Alert:
 
 def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     """Return the standing alerts, the most severe first."""
-    found: list[Alert] = []
+    alerts: list[Alert] = []
     # `stopped` is no alert: the run saved, as requested.
     if state.status in ("crashed", "silent"):
-        found.append(Alert(state.status, state.reason, state.step))
-    found += _non_finite(files)
-    found += _spikes(files)
-    found += _slow(state)
-    found += _stragglers(files)
-    found += _overdue_save(files, state)
+        alerts.append(Alert(state.status, state.reason, state.step))
+    alerts += _non_finite(files)
+    alerts += _spikes(files)
+    alerts += _slow(state)
+    alerts += _stragglers(files)
+    alerts += _overdue_save(files, state)
     # The push worker has given up on these checkpoints, and training continues.
     for name, reason in files.failed_pushes.items():
-        found.append(Alert("push", f"{name} was not pushed: {reason}"))
+        alerts.append(Alert("push", f"{name} was not pushed: {reason}"))
     # The causes of warnings of an earlier start may have been fixed since.
     for record in files.last_start:
         if record.get("event") == "warning":
-            found.append(Alert("warning", str(record.get("message")), record.get("step")))
-    return found
+            alerts.append(Alert("warning", str(record.get("message")), record.get("step")))
+    return alerts
 
 
 def _non_finite(files: RunFiles) -> list[Alert]:
@@ -69,10 +69,10 @@ def _non_finite(files: RunFiles) -> list[Alert]:
         for name in _non_finite_fields(line):
             # The first line only: values that depend on it become non-finite as well.
             first.setdefault(name, line)
-    found: list[Alert] = []
+    alerts: list[Alert] = []
     for name, line in first.items():
-        found.append(Alert("non_finite", f"{name} is {line[name]}", line["step"]))
-    return found
+        alerts.append(Alert("non_finite", f"{name} is {line[name]}", line["step"]))
+    return alerts
 
 
 def _non_finite_fields(line: Record) -> list[str]:
@@ -82,13 +82,13 @@ def _non_finite_fields(line: Record) -> list[str]:
 
 def _spikes(files: RunFiles) -> list[Alert]:
     """Return an alert for the highest recent spike of each mode."""
-    found: list[Alert] = []
+    alerts: list[Alert] = []
     for mode, lines in lines_by_mode(files).items():
         # A loss that is not finite has its own alert.
         finite = [line for line in lines if math.isfinite(line["loss"])]
         name = f"loss ({mode})" if mode else "loss"
-        found += _highest_spike(name, finite)
-    return found
+        alerts += _highest_spike(name, finite)
+    return alerts
 
 
 def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:

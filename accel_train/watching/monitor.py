@@ -63,12 +63,12 @@ def monitor(
             "--webhook: with --once and --json each call would send the same again; leave them out, so that the "
             "monitor stays, or read --json in a script"
         )
-    told = None if webhook is None else Webhook(webhook)
+    notifier = None if webhook is None else Webhook(webhook)
     # Kept between pages, because each remembers how far it has read.
     files = {directory: MetricsFile(directory / METRICS_FILE) for directory in find_directories(places)}
     if as_json or once:
         return _exit_code(_print_once(files, as_json))
-    return _exit_code(_follow(files, every, told))
+    return _exit_code(_follow(files, every, notifier))
 
 
 def _exit_code(runs: Sequence[Watched]) -> int:
@@ -100,7 +100,7 @@ def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
     return runs
 
 
-def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) -> list[Watched]:
+def _follow(files: dict[Path, MetricsFile], every: float, notifier: Webhook | None) -> list[Watched]:
     """Show one page after the other until all runs have ended, or until Ctrl-C."""
     runs: list[Watched] = []
     tries = LAST_TRIES
@@ -120,9 +120,9 @@ def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) 
                 # A network disk may come back, and whoever watches for days should not have to start again.
                 trouble = textwrap.wrap(f"as last read, because {error}", max(20, _terminal().width))
             _show([*trouble, *page(runs, now, _terminal())], in_place)
-            is_told = told is None or told.tell(runs)
+            all_sent = notifier is None or notifier.tell(runs)
             if all(run.state.status in ENDED for run in runs):
-                if is_told or not tries:
+                if all_sent or not tries:
                     return runs
                 # The end of a run is the message that matters most, and no later page would send it.
                 tries -= 1

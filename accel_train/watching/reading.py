@@ -32,18 +32,18 @@ def find_directories(places: Sequence[str]) -> list[Path]:
     Places that exist but are not a run, as ``runs/*`` may name, are skipped with a line on stderr. Raises
     ``UsageError`` as ``find_directory`` does for any other error, and if no run is left.
     """
-    found: dict[Path, None] = {}
+    directories: dict[Path, None] = {}
     skipped: list[NoRunError] = []
     for place in places:
         try:
-            found[find_directory(place)] = None
+            directories[find_directory(place)] = None
         except NoRunError as error:
             skipped.append(error)
-    if not found:
+    if not directories:
         raise UsageError("\n".join(map(str, skipped)))
     for error in skipped:
         print(f"skipped: {error}", file=sys.stderr, flush=True)
-    return list(found)
+    return list(directories)
 
 
 def find_directory(text: str) -> Path:
@@ -131,13 +131,13 @@ def _process(lock: Path) -> Process | None:
 
 def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
     try:
-        found = manifest.committed(directory / "checkpoints")
+        committed = manifest.committed(directory / "checkpoints")
     except (OSError, ValueError):
         # Deleted between two calls, or on a disk that is unavailable.
         return None
-    if not found:
+    if not committed:
         return None
-    step, path = found[-1]
+    step, path = committed[-1]
     written_at = None
     with suppress(OSError, ValueError, TypeError, KeyError):
         text = manifest.read(path)["written_at"]

@@ -155,27 +155,27 @@ def lines_by_mode(files: RunFiles) -> dict[str, list[Record]]:
     A run with one loss has them under an empty name. Of a repeated step the last line counts.
     """
     mode_field = labels_of(files.records).loss_of
-    found: dict[str, list[Record]] = {}
+    by_mode: dict[str, list[Record]] = {}
     for line in files.training:
         if number(line, "loss") is None:
             continue
         mode = ""
         if mode_field is not None:
             mode = str(line.get(mode_field, ""))
-        found.setdefault(mode, []).append(line)
-    return dict(sorted(found.items()))
+        by_mode.setdefault(mode, []).append(line)
+    return dict(sorted(by_mode.items()))
 
 
 def losses_of(files: RunFiles) -> list[Loss]:
     """Return the newest loss and the curve of each mode or task."""
-    found: list[Loss] = []
+    losses: list[Loss] = []
     for mode, lines in lines_by_mode(files).items():
         values = [float(line["loss"]) for line in lines]
         # The newest value may be NaN, but a curve cannot show it.
         finite = [value for value in values if math.isfinite(value)]
         curve = means(finite, CURVE_POINTS)
-        found.append(Loss(mode, lines[-1]["step"], values[-1], curve))
-    return found
+        losses.append(Loss(mode, lines[-1]["step"], values[-1], curve))
+    return losses
 
 
 def means(values: Sequence[float], points: int) -> list[float]:
@@ -195,7 +195,7 @@ def metrics_of(files: RunFiles) -> list[Metric]:
     lines = files.evaluations
     if not lines:
         return []
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     # A metric that is no longer measured has no newest value.
     for name in lines[-1]:
         # As in curves.png: durations and counts describe the evaluation, not its result.
@@ -203,8 +203,8 @@ def metrics_of(files: RunFiles) -> list[Metric]:
         if name in HEAD or kind in NOT_DRAWN:
             continue
         if number(lines[-1], name) is not None:
-            found.append(_metric(name, lines, files.options))
-    return found
+            metrics.append(_metric(name, lines, files.options))
+    return metrics
 
 
 def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> Metric:
@@ -243,21 +243,21 @@ def speed_of(files: RunFiles) -> Speed | None:
 def _memory(lines: Sequence[Record]) -> dict[str, float]:
     if not lines:
         return {}
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for name in lines[-1]:
         value = number(lines[-1], name)
         # Which of these fields exist depends on the device.
         if name.endswith("_gib") and value is not None:
-            found[name] = value
-    return found
+            sizes[name] = value
+    return sizes
 
 
 def _gpu(lines: Sequence[Record]) -> dict[str, float | str]:
-    found: dict[str, float | str] = {}
+    fields: dict[str, float | str] = {}
     for name, value in lines[-1].items() if lines else ():
         if name.startswith("gpu_") and not name.endswith("_gib") and isinstance(value, (int, float, str)):
-            found[name.removeprefix("gpu_")] = value
-    return found
+            fields[name.removeprefix("gpu_")] = value
+    return fields
 
 
 def gpu_in_words(gpu: Mapping[str, float | str]) -> str:

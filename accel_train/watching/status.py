@@ -28,10 +28,10 @@ def condition_of(files: RunFiles) -> Condition:
     if files.without_records:
         return _unrecorded(files)
     begins_again = _begins_again(files)
-    half = _starts_again(files)
-    if half is not None and not begins_again:
+    restarting = _starts_again(files)
+    if restarting is not None and not begins_again:
         # The next start may take a while, because the process that holds the lock has to end first.
-        return _silent(files) or half
+        return _silent(files) or restarting
     ended = _ended(files)
     if process is not None and process.alive is False:
         # The lock may be newer than the end line: in a copy of the run, or after a start that had no step left.
@@ -155,12 +155,12 @@ def _evaluation_seconds(files: RunFiles) -> float | None:
 
 def _gaps(lines: Sequence[Record], event: str) -> list[float]:
     """Return the seconds between each line of ``event`` and the line before it, except for the first of a start."""
-    found: list[float] = []
+    gaps: list[float] = []
     for before, line in itertools.pairwise(lines):
         # A first training line also waits for loading and compilation, which happen once.
         if line.get("event") == event and before.get("event") not in ("environment", "config", "resume"):
-            found.append(max(0.0, line["time"] - before["time"]))
-    return found
+            gaps.append(max(0.0, line["time"] - before["time"]))
+    return gaps
 
 
 def _may_evaluate(files: RunFiles, lines: Sequence[Record]) -> bool:

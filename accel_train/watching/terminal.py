@@ -212,10 +212,10 @@ def _metric_row(metric: Metric) -> tuple[str, ...]:
     return metric.name, f"{metric.latest.value:.4g}", lowest, highest
 
 
-def _extremum(found: Extremum | None) -> str:
-    if found is None:
+def _extremum(extremum: Extremum | None) -> str:
+    if extremum is None:
         return "-"
-    return f"{found.value:.4g} ({found.step})"
+    return f"{extremum.value:.4g} ({extremum.step})"
 
 
 def _alert(name: str, alert: Alert, width: int) -> list[str]:

@@ -105,13 +105,13 @@ def _host_of(address: str) -> str:
 def news_of(run: Watched) -> list[tuple[str, str]]:
     """Return (event, message) for the end of a run, if it has finished or stopped, and for each of its alerts."""
     state = run.state
-    found: list[tuple[str, str]] = []
+    news: list[tuple[str, str]] = []
     if state.status in ENDED:
         message = f"{state.status} at step {state.step}"
         if state.max_steps is not None:
             message += f" of {state.max_steps}"
-        found.append((state.status, message))
+        news.append((state.status, message))
     for alert in run.alerts:
         where = "" if alert.step is None else f" at step {alert.step}"
-        found.append((alert.kind, f"{alert.kind.replace('_', ' ')}{where}: {alert.message}"))
-    return found
+        news.append((alert.kind, f"{alert.kind.replace('_', ' ')}{where}: {alert.message}"))
+    return news

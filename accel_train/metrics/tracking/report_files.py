@@ -57,17 +57,17 @@ class ReportFiles:
 
     def _stamps(self) -> dict[Path, tuple[int, int, int]]:
         """Return (mtime in ns, size, inode) of each file. One that differs was rewritten: the mtime alone may not."""
-        found: dict[Path, tuple[int, int, int]] = {}
+        stamps: dict[Path, tuple[int, int, int]] = {}
         try:
             paths = sorted(self._report.iterdir())
             for path in paths:
                 if path.suffix in (".png", ".md") and path.name not in NOT_OF_AN_EVALUATION and path.name[0] != ".":
                     status = path.stat()
-                    found[path] = status.st_mtime_ns, status.st_size, status.st_ino
+                    stamps[path] = status.st_mtime_ns, status.st_size, status.st_ino
         except OSError:
             # Without a report folder, or while it is being deleted, there is nothing to send.
-            return found
-        return found
+            return stamps
+        return stamps
 
 
 def _read(path: Path) -> ReportFile:

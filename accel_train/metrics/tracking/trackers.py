@@ -96,7 +96,7 @@ class RunName:
 
 
 class Trackers:
-    """Trackers of one run. On all but the main process it is built without names and does nothing."""
+    """Trackers of one run, on the main process only. Without names it does nothing."""
 
     def __init__(
         self,

@@ -55,16 +55,16 @@ def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
 
 def events_of(records: Sequence[Record]) -> list[Event]:
     """Return the events in the order of the file, followed by the non-finite values."""
-    found: list[Event] = []
+    events: list[Event] = []
     starts = starts_of(records)
     for index, start in enumerate(starts):
         # The last start may still be training.
-        found += _events_of_start(start, is_last=index == len(starts) - 1)
-    return found + _non_finite(records)
+        events += _events_of_start(start, is_last=index == len(starts) - 1)
+    return events + _non_finite(records)
 
 
 def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
-    found = [_begin(start)]
+    events = [_begin(start)]
     kinds = {record.get("event") for record in start}
     ends_itself = any(starts_again(record) for record in start)
     for record in start:
@@ -73,12 +73,12 @@ def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
             continue
         event = _event(record)
         if event is not None:
-            found.append(event)
+            events.append(event)
     if is_last or "end" in kinds or ends_itself:
-        return found
+        return events
     reached = max(_step(record) or 0 for record in start)
     text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
-    return [*found, Event("crash", reached, text, number(start[-1], "time"))]
+    return [*events, Event("crash", reached, text, number(start[-1], "time"))]
 
 
 def _begin(start: Sequence[Record]) -> Event:
@@ -159,13 +159,13 @@ def _end(reason: str, step: int, time: float | None) -> Event:
 
 
 def _non_finite(records: Sequence[Record]) -> list[Event]:
-    found: list[Event] = []
+    events: list[Event] = []
     for line in last_pass(records, "train"):
         for name in ("loss", "grad_norm"):
             value = number(line, name)
             if value is not None and not math.isfinite(value):
-                found.append(Event("not finite", line["step"], f"{name} is {value}", number(line, "time")))
-    return found
+                events.append(Event("not finite", line["step"], f"{name} is {value}", number(line, "time")))
+    return events
 
 
 def _step(record: Record) -> int | None:

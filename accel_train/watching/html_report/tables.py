@@ -60,10 +60,10 @@ def _metric_row(metric: Metric) -> list[str]:
     return [metric.name, _extremum(metric.latest), lowest, highest]
 
 
-def _extremum(found: Extremum | None) -> str:
-    if found is None:
+def _extremum(extremum: Extremum | None) -> str:
+    if extremum is None:
         return "-"
-    return f"{found.value:.5g} ({found.step:,})"
+    return f"{extremum.value:.5g} ({extremum.step:,})"
 
 
 def samples(runs: Sequence[ReportedRun]) -> list[str]:
@@ -81,14 +81,14 @@ def events(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the events of each run in the order of its file, folded away."""
     parts: list[str] = []
     for run in runs:
-        found = events_of(run.files.records)
-        rows = [_event_row(event) for event in found[-EVENTS_LISTED:]]
+        run_events = events_of(run.files.records)
+        rows = [_event_row(event) for event in run_events[-EVENTS_LISTED:]]
         if not rows:
             continue
-        summary = f"Events of {run.name} ({len(found)})"
+        summary = f"Events of {run.name} ({len(run_events)})"
         # A page that leaves something out says so.
-        if len(rows) < len(found):
-            summary = f"Events of {run.name}, the last {len(rows)} of {len(found)}"
+        if len(rows) < len(run_events):
+            summary = f"Events of {run.name}, the last {len(rows)} of {len(run_events)}"
         parts += details(summary, table(["step", "event", "time (UTC)", "what"], rows))
     return section("Events", parts)
 
