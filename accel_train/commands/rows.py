@@ -65,6 +65,9 @@ def rows(request: Request, arguments: Sequence[str]) -> int:
         print(f"\n== {title}: {_summary([row])}")
         for line in _texts(found, row, as_table=request.ids):
             print(line)
+    if not printed:
+        print("the split has no rows")
+        return 0
     tokens = sum(len(row.ids) for row in printed)
     padding = 1 - tokens / (len(printed) * found.max_length)
     longest = max(len(row.ids) for row in printed)

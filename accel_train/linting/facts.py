@@ -21,7 +21,7 @@ FITS_EASILY = 0.4
 
 LARGE_UPDATE_BYTES = 10 * 2**30
 """Size of a training state whose update on each device takes longer than the host needs for FSDP2's hooks: reading and
-writing it takes 8 ms at 3 TB/s."""
+writing it takes 7 ms at 3 TB/s."""
 
 
 def divides_a_large_update(trained_bytes: float, micro_batches: int) -> bool:

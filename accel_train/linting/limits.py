@@ -87,7 +87,7 @@ def few_open_files(facts: Facts) -> Finding | None:
         option="ulimit -n",
         value=int(limit),
         reason=f"{_read_ahead(facts)} micro-batches of about {TENSORS_OF_A_BATCH} tensors may be open at once: "
-        f"{needed} files, and the start of `Too many open files`",
+        f"{needed} files, so a start would fail with `Too many open files`",
         remedy="run `ulimit -n 65536` before the launch, or lower loader.prefetch_factor",
     )
 
@@ -294,12 +294,15 @@ def host_memory_of_offload(facts: Facts) -> Finding | None:
     needed = facts.parameters * each / facts.layout.machines
     if needed <= memory:
         return None
+    remedy = "use more machines"
+    if asynchronous:
+        remedy = f"give --checkpoints.no_asynchronous, or {remedy}"
     return Finding(
         option="offload",
         value=facts.layout.strategy,
         reason=f"{facts.parameters:,} parameters take {needed / GIB:.0f} GiB of host memory with a save "
         f"({each} bytes each), and there are {memory / GIB:.0f} GiB",
-        remedy="give --checkpoints.no_asynchronous, or use more machines",
+        remedy=remedy,
     )
 
 

@@ -314,8 +314,11 @@ def loader_timeout_above_collective(facts: Facts) -> Finding | None:
     """If the loader waits longer than the collectives, a slow disk shows up as a failed collective of another process,
     which names the wrong cause.
     """
+    # Imported here, because it imports torch.
+    from accel_train.data.options import DEFAULT_TIMEOUT_SECONDS
+
     limit = facts.number("collective_timeout_seconds")
-    waits = facts.number("loader.timeout_seconds")
+    waits = facts.number("loader.timeout_seconds") or DEFAULT_TIMEOUT_SECONDS
     if facts.layout.processes == 1 or facts.workers == 0 or not limit or waits < limit:
         return None
     # Half of it, so that the loader's own error, with the right cause, comes first.

@@ -39,7 +39,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     title_top = 1 - 0.12 / figure.get_figheight()
     figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11, y=title_top, va="top")
     if not panels:
-        axes[0].text(0.5, 0.5, "no training line yet", ha="center", va="center", color="0.4")
+        axes[0].text(
+            0.5, 0.5, "nothing to draw yet: a curve needs two training lines", ha="center", va="center", color="0.4"
+        )
     path = Path(png_path)
     # Drawn in memory, so that an error in the drawing leaves the last picture.
     picture = io.BytesIO()

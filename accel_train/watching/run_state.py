@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.panels import HEAD, NOT_DRAWN, labels_of
+from accel_train.metrics.panels import HEAD, is_count, labels_of
 from accel_train.metrics.records import last_pass
 from accel_train.watching.run_files import Condition, Record, RunFiles, Status, number
 
@@ -199,8 +199,7 @@ def metrics_of(files: RunFiles) -> list[Metric]:
     # A metric that is no longer measured has no newest value.
     for name in lines[-1]:
         # As in curves.png: durations and counts describe the evaluation, not its result.
-        kind = name.removesuffix("_shuffled").rsplit("_", 1)[-1]
-        if name in HEAD or kind in NOT_DRAWN:
+        if name in HEAD or is_count(name):
             continue
         if number(lines[-1], name) is not None:
             metrics.append(_metric(name, lines, files.options))

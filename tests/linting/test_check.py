@@ -147,7 +147,8 @@ def test_a_command_line_explains_a_rule_without_a_recipe_and_without_torch() -> 
 def test_a_file_is_fixed_and_keeps_its_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(MINE)
-    assert check("--fix", RECIPE, str(file), "--collective_timeout_seconds", "30") == 0
+    timeouts = ("--collective_timeout_seconds", "30", "--loader.timeout_seconds", "15")
+    assert check("--fix", RECIPE, str(file), *timeouts) == 0
     shown = capsys.readouterr().out
     given = "--collective_timeout_seconds is given on the command line: give 1800 there\n"
     assert f"short-collective-timeout: {given}" in shown

@@ -193,6 +193,9 @@ CONDITIONS: list[tuple[str, Facts, bool]] = [
     ("many-revisions", given({**HUB, "checkpoints.save_every": 49, "hub.push": "best"}), False),
     # What one machine has is compared with its own processes.
     ("workers-above-cores", given(EIGHT_WORKERS, CLUSTER), False),
+    # 300 seconds by default.
+    ("loader-timeout-above-collective", given({**EIGHT_WORKERS, "collective_timeout_seconds": 300}, DDP), True),
+    ("loader-timeout-above-collective", given({**EIGHT_WORKERS, "collective_timeout_seconds": 301}, DDP), False),
     ("host-memory-of-offload", given(layout=replace(GROUPED, offload=True), parameters=18 * BILLION), False),
     # 279 GiB of state: more than 40 % of the 8 devices of a machine, and less than that of all 16.
     ("shards-across-machines", given(layout=GROUPED, parameters=15 * BILLION), False),
