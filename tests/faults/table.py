@@ -22,7 +22,7 @@ ROWS = [
     *(f"D{number}" for number in range(1, 10)),
     *("I47", "I48", "I52"),
 ]
-"""The matrix of faults, the rows that a review added to it, and those of pictures and their caches."""
+"""The matrix of faults, the rows added to it later, and those of pictures and their caches."""
 
 Line = tuple[str, str, str, str]
 """Row, what is injected, what comes of it, the test."""
