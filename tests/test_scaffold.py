@@ -70,6 +70,7 @@ def test_a_recipe_and_a_scaffold_are_refused_together(capsys: pytest.CaptureFixt
 
 STABLE = """
 experiment loop preparation rng startup config.PositiveInt data.datasets data.sampler metrics.records
+metrics.evaluation.EvaluationConfig
 options.loading.load_config
 runtime.exiting.one_run runtime.exiting.run_main store.run_file.experiment_options store.weights.best_stem
 store.weights.load_weights training.optimizers
