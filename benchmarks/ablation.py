@@ -1,12 +1,12 @@
-"""What a preset's options give, each by itself and all together: `accel-train compare --ablate`, as a result file.
+"""The effect of a preset's options, one by one and all together: `accel-train compare --ablate` as a result file.
 
     python -m benchmarks.ablation mmdit --output benchmarks/results/ablation_mmdit_cpu.json    # half an hour
     python -m benchmarks.ablation pde --output benchmarks/results/ablation_pde_cpu.json
 
-Every run is a process of its own, in turns, equal in seed, data, global batch and steps. Speed is that of the loop
-with its saves and log lines, after the warm-up, by the clock and by the main process's processor time; losses and the
-recipe's own figures are at the last step. An option that does equal work must leave them alone, within the tolerance of
-`accel-train compare`; one that skips work or rounds elsewhere is named as that, and not held to it.
+Each run is a separate process; runs alternate and share seed, data, global batch and number of steps. Speed is that of
+the loop after the warm-up, saves and log lines included, by wall time and by processor time of the main process. Losses
+and the recipe's own metrics are those of the last step. An option that does equal work must leave them unchanged within
+the tolerance of `accel-train compare`. Options that skip work or change the rounding are labelled so and are exempt.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SKIPS = {
     "objective.inverse_every": "skips work: inverse losses in one step of several",
     "objective.queries": "skips work: fewer points decoded",
 }
-"""Options that are faster because they do less, and what they leave out."""
+"""Options that are faster because they do less work, with what they leave out."""
 ROUNDS_ELSEWHERE = {"precision": "another precision"}
-"""Options that change the result by design."""
+"""Options that change the result by design, with the reason."""
 ON_TOP = {
     "mmdit": ("compile.mode=off,on", "precision=fp32,bf16"),
     "pde": ("compile.mode=off,on", "precision=fp32,bf16", "activation_checkpointing.mode=none,full"),
 }
-"""Tried on the optimised preset, which has none of them, in `ROUNDS_ON_TOP` rounds."""
+"""Options varied on top of the optimised preset, which sets none of them, in at most `ROUNDS_ON_TOP` rounds."""
 ON_A_GPU = ("precision=bf16,fp16", "attention=auto,flex")
-"""The same where there is a GPU."""
+"""Options varied on top of the optimised preset on a GPU only."""
 ROUNDS_ON_TOP = 2
 CHECKPOINTED = "activation checkpointing with a doubled micro-batch"
 EQUAL_WORK = "all at equal work (without `objective.inverse_every` and `objective.queries`)"
@@ -53,7 +53,7 @@ COMBINED: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         CHECKPOINTED: ("baseline", {"activation_checkpointing.mode": "full", "micro_batch_size": 16}),
     },
 }
-"""Several options at once against the baseline: a preset, and what is changed in it."""
+"""Combinations compared with the baseline, by recipe: a preset and the options changed in it."""
 ABSENT = {
     "FSDP2": "needs two GPUs; what it exchanges on CPU processes is under Scaling",
     "optimizer state in host memory": "needs a GPU: on a CPU it is there already; G8",
@@ -62,19 +62,19 @@ WITHOUT_A_GPU = {
     "fp16 against bf16": "needs a GPU: loss scaling has no CPU form",
     "FlexAttention": "needs a GPU: no backward on a CPU",
 }
-"""What is absent, with the reason."""
+"""Measurements that need a GPU, with the reason; added to `ABSENT` in runs on a CPU."""
 QUALITY = {"mmdit": ("loss", "l2t_nll", "t2l_cosine"), "pde": ("loss", "mean_nrmse")}
-"""Of each recipe, what must not get worse; the loss is that of the last step."""
+"""Metrics at the last step that must not get worse, by recipe."""
 AT_MOST = "<= 0.03"
-"""Of each figure of `QUALITY`: how much worse all options together may make it, as a share."""
+"""How much worse all options together may make a metric of `QUALITY`, relative to the baseline."""
 EQUAL = f"<= {Request.tolerance:g}"
-"""Of each figure of `QUALITY`: by how much an option that does equal work may change it, as a share."""
+"""How much an option with equal work may change a metric of `QUALITY`, relative to the baseline."""
 COUNTED_UP = ("t2l_cosine",)
-"""Figures of which more is better."""
+"""Metrics for which higher is better."""
 
 
 def compare(recipe: str, sides: Sequence[str], rounds: int, max_steps: int | None) -> dict[str, Any]:
-    """The comparison's own JSON; ``sides`` are what `accel-train compare` takes."""
+    """Run `accel-train compare` with the positional arguments ``sides`` and return the content of its compare.json."""
     command = [sys.executable, "-m", "accel_train.cli", "compare", f"recipes/{recipe}.py", *sides]
     command += ["--max_steps", str(max_steps)] if max_steps else []
     with tempfile.TemporaryDirectory() as place:
@@ -85,30 +85,30 @@ def compare(recipe: str, sides: Sequence[str], rounds: int, max_steps: int | Non
 
 
 def ratios(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list[float]:
-    """Of a time, first over other: above 1 is faster."""
+    """Return ``first`` over ``other`` for a metric, by round. For a time, a value above 1 means ``other`` is faster."""
     return [a / b for a, b in zip(first["values"][name], other["values"][name], strict=True)]
 
 
 def worse(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list[float]:
-    """How much worse a figure is, as a share of the baseline's."""
+    """Return by how much a metric is worse in ``other``, by round, relative to its value in ``first``."""
     sign = -1 if name in COUNTED_UP else 1
     pairs = zip(first["values"][name], other["values"][name], strict=True)
     return [sign * (b - a) / abs(a) for a, b in pairs]
 
 
 def apart(recipe: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Largest difference of a figure in a round, as a share of the baseline's."""
+    """Return the largest relative difference to ``first`` over all metrics of `QUALITY` and all rounds."""
     return largest(abs(value) for name in QUALITY[recipe] for value in worse(first, other, name))
 
 
 def unequal(name: str) -> str | None:
-    """Why an option, named as `accel-train compare` does, is not held to equal figures; None where it is."""
+    """Return why an option may change the metrics, or None if it may not. ``name`` as in `accel-train compare`."""
     option = re.split("[:=]", name)[0]
     return SKIPS.get(option) or ROUNDS_ELSEWHERE.get(option)
 
 
 def words(name: str) -> str:
-    """An option as the table has it, with what it leaves out or changes."""
+    """Return the text of an option for the table, with the reason if it may change the metrics."""
     reason = unequal(name)
     return f"`{name}`" + (f" ({reason})" if reason else "")
 
@@ -116,7 +116,7 @@ def words(name: str) -> str:
 def record(
     recipe: str, option: str, first: Mapping[str, Any], other: Mapping[str, Any], reason: str | None
 ) -> dict[str, Any]:
-    """A line of the table; ``reason`` is why the option need not leave the figures alone."""
+    """Return an entry of the table; ``reason`` says why the option may change the metrics, None if it may not."""
     speed = row("ablation", "speed", ratios(first, other, "loop_step_seconds"))
     processor = row("ablation", "processor time", ratios(first, other, "loop_step_cpu_seconds"))
     memory = "memory_peak_gib" if "memory_peak_gib" in other["values"] else "process_rss_gib"
@@ -137,8 +137,11 @@ def rows_of(
     on_top: Sequence[Mapping[str, Any]],
     combined: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The rows of all options together and of equality, and the table. ``found`` is the ablation, ``on_top`` what was
-    varied, ``combined`` what was compared with the baseline."""
+    """Return the rows (all options together, and equality of the metrics) and the table of single options.
+
+    ``found`` is the ablation, ``on_top`` the comparisons with the optimised preset, and ``combined`` those of
+    `COMBINED` with the baseline, by name.
+    """
     first, *single, last = found["variants"]
     reasons = [reason for variant in single if (reason := unequal(variant["name"]))]
     table = [record(recipe, words(v["name"]), first, v, unequal(v["name"])) for v in single]
@@ -160,21 +163,21 @@ def rows_of(
 
 
 def write_preset(recipe: str, side: str, changes: Mapping[str, Any], folder: Path) -> Path:
-    """A preset of the recipe with some of its options changed, as a file."""
+    """Write the preset ``{recipe}_{side}`` with ``changes`` into ``folder`` and return the path of the file."""
     preset: dict[str, Any] = read_yaml(ROOT / "recipes" / "presets" / f"{recipe}_{side}.yaml")
     path = folder / "changed.yaml"
-    path.write_text(json.dumps(overlaid(preset, changes)))  # which is YAML, and says what is a number
+    path.write_text(json.dumps(overlaid(preset, changes)))  # JSON is valid YAML and keeps numbers apart from strings
     return path
 
 
 def compare_changed(recipe: str, baseline: str, side: str, changes: Mapping[str, Any], *how: Any) -> dict[str, Any]:
-    """The baseline against a preset with some options changed."""
+    """Compare ``baseline`` with the preset ``{recipe}_{side}`` changed by ``changes``; ``how``: rounds, max_steps."""
     with tempfile.TemporaryDirectory() as folder:
         return compare(recipe, [baseline, str(write_preset(recipe, side, changes, Path(folder)))], *how)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and write the result; exit code 1 where a figure is worse, or other, than allowed."""
+    """Run the ablation and write the result. Returns 1 if a metric is worse, or differs more, than allowed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=QUALITY)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,10 @@
-"""C8: gradients reduced once a step against on every micro-batch: two processes, DDP, gloo, accumulation 4.
+"""C8: gradients reduced once per step against once per micro-batch: two processes, DDP, gloo, accumulation 4.
 
     python -m benchmarks.accumulation --output benchmarks/results/accumulation_cpu.json
 
-MMDiT of 7 blocks of width 192 (9 M parameters), 64 + 32 tokens, 2 rows. The two policies of `GradientWindow` in turns
-in the same processes, one thread each. How often each gradient is reduced is counted by a communication hook of DDP on
-models of their own, so that the timed ones have none.
+An MMDiT of 7 blocks of width 192 (9 M parameters), 64 + 32 tokens, 2 rows. The two policies of `GradientWindow`
+alternate in the same processes, with one thread each. A communication hook of DDP counts how often each gradient is
+reduced. It is registered on separate models, so that the timed ones run without a hook.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICIES: tuple[SyncPolicy, ...] = ("auto", "every")
 
 
 class Task(nn.Module):
-    """A model whose forward gives the sum of a loss."""
+    """An MMDiT with fixed inputs. Its forward returns the sum of the squared outputs as the loss."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Task(nn.Module):
 def step_of(
     accelerator: Accelerator, model: Any, policy: SyncPolicy, micro_batches: int = MICRO_BATCHES
 ) -> Callable[[], object]:
-    """The gradient of one optimizer step."""
+    """Return a function that computes and then clears the gradient of one optimizer step."""
     count = torch.tensor(2.0)
 
     def step() -> object:
@@ -65,7 +65,7 @@ def step_of(
 
 
 def without_reduction(model: Any, micro_batches: int = MICRO_BATCHES) -> Callable[[], object]:
-    """The same forwards and backwards, each process by itself: what any saving of reductions could reach."""
+    """Return the same forwards and backwards without any reduction: the limit of what fewer reductions can save."""
 
     def step() -> None:
         for _ in range(micro_batches):
@@ -76,13 +76,13 @@ def without_reduction(model: Any, micro_batches: int = MICRO_BATCHES) -> Callabl
 
 
 def reduction_alone(model: Any) -> Callable[[], object]:
-    """One sum of as many values as the gradient has, by gloo alone, in one piece."""
+    """Return a function with one all-reduce of as many fp32 values as ``model`` has parameters, in a single tensor."""
     values = torch.zeros(sum(p.numel() for p in model.parameters()))
     return lambda: dist.all_reduce(values)
 
 
 def reductions(accelerator: Accelerator, width: int, depth: int, policy: SyncPolicy) -> dict[str, Any]:
-    """Of one step: how often each gradient was reduced, in how many collectives and bytes."""
+    """Count one step: how often each gradient is reduced (distinct values), and the number of collectives and bytes."""
     model: Any = accelerator.prepare(Task(width, depth))
     seen: Counter[int] = Counter()
     sizes: list[int] = []
@@ -94,7 +94,7 @@ def reductions(accelerator: Accelerator, width: int, depth: int, policy: SyncPol
 
     model.register_comm_hook(None, lambda group, bucket: reduce(group, bucket))  # DDP refuses other annotations
     step = step_of(accelerator, model, policy)
-    step()  # DDP arranges its buckets anew after the first
+    step()  # DDP rebuilds its buckets after the first step
     seen.clear()
     sizes.clear()
     step()
@@ -104,7 +104,7 @@ def reductions(accelerator: Accelerator, width: int, depth: int, policy: SyncPol
 
 
 def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
-    """What one process measures; the same on each."""
+    """Measure on this process. Collective: every process of `on_processes` runs it and returns its own results."""
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == PROCESSES
@@ -130,7 +130,7 @@ def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[Row]:
-    """Counts are exact; times are those of the first process."""
+    """Return the rows from the results of rank 0. Counts are exact; times are those of rank 0."""
     once, each = found["counted"]["auto"], found["counted"]["every"]
     most, least = max(once["of_each_gradient"]), min(once["of_each_gradient"])
     return [
@@ -150,7 +150,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
 
 
 def on_processes(module: str, arguments: Sequence[str], processes: int = PROCESSES) -> dict[str, Any]:
-    """Run a script with `--worker` on several processes; what the first of them found."""
+    """Run ``module`` with `--worker` under torchrun on CPU; return the results of rank 0. RuntimeError without any."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
@@ -164,7 +164,7 @@ def on_processes(module: str, arguments: Sequence[str], processes: int = PROCESS
 
 
 def answer(found: dict[str, Any]) -> NoReturn:
-    """End a process of `on_processes`; the first one says what it found."""
+    """Exit this process of `on_processes`. Rank 0 first prints its results as one RESULT line."""
     if found["rank"] == 0:
         print(f"RESULT {json.dumps(found)}", flush=True)
     sys.stdout.flush()
@@ -180,7 +180,7 @@ def run(
     rounds: int,
     absent: dict[str, str] | None = None,
 ) -> int:
-    """The command of a benchmark of several processes: start them and write what the first one found."""
+    """Run a benchmark on several processes and write the results of rank 0. Returns the exit code."""
     parser = parser_of(doc, rounds=rounds)
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     options = parser.parse_args()
@@ -192,7 +192,7 @@ def run(
 
 
 def main() -> int:
-    """C8."""
+    """Run C8."""
     return run(__doc__, "benchmarks.accumulation", "C8: gradient accumulation", work, rows_of, 12)
 
 

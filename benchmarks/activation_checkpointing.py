@@ -2,14 +2,17 @@
 
     python -m benchmarks.activation_checkpointing --output benchmarks/results/activation_checkpointing_cpu.json
 
-MMDiT of 8 blocks of width 256, 256 + 77 tokens, 8 rows, one step of forward and backward on one thread. Losses and
-gradients are compared bit for bit first. Time is that of the thread, rounds alternate between the modes. Memory three
-ways: `kept`, bytes that the forward made and that live at its end; `peak`, the most bytes alive at any operator of the
-step, gradients of weights included as they come; both counted exactly from the tensors' storages; `rss`, growth of the
-process's peak over what it had before the step, in a fresh process for each mode, smallest of the repeats (freed
-tensors go back to the system at once). What libraries allocate for themselves is in `rss` and does not shrink with the
-mode, so it saves a smaller share, the smaller the fewer the rows; `peak` and `rss` have the same targets. `hf_full` is
-the usual call per block, as in Hugging Face models.
+An MMDiT of 8 blocks of width 256, 256 + 77 tokens, 8 rows: one step of forward and backward on one thread. Losses and
+gradients are first compared bit for bit. Time is thread time, and the modes alternate within a round. Memory is
+measured in three ways:
+
+- `kept`: bytes that the forward allocated and that are alive at its end, counted exactly from the tensors' storages.
+- `peak`: the most bytes alive at any operator of the step, gradients of the weights included, counted in the same way.
+- `rss`: growth of the process's peak over its memory before the step, the smallest of some fresh processes per mode
+  (freed tensors go back to the system at once). It includes what libraries allocate for themselves, which no mode
+  reduces, so the relative saving is smaller, and smaller still with fewer rows.
+
+`peak` and `rss` have the same targets. `hf_full` is one `checkpoint` call per block, as in Hugging Face models.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ MODES = ("none", "selective", "attention", "ffn", "half", "full", "hf_full")
 TOKENS = (256, 77)
 RSS_MODES = ("none", "selective", "full", "hf_full")
 TARGETS = {"full": ("<= 1.36", "<= 0.5"), "selective": ("<= 1.14", "<= 0.8")}
-"""Of time, and of memory at its peak, counted or of the process, against no checkpointing."""
+"""Targets for time and for peak memory (`peak` and `rss`), relative to no checkpointing."""
 
 
 class Task:
-    """One model in one mode, and its step."""
+    """A model in one mode of activation checkpointing, with fixed inputs."""
 
     def __init__(self, mode: str, width: int, depth: int, rows: int) -> None:
         torch.manual_seed(0)
@@ -65,18 +68,18 @@ class Task:
         self.weights = [torch.randn_like(x) for x in self.tokens]
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss, a scalar with a graph."""
         outputs = zip(self.model(self.tokens, self.conditioning, None), self.weights, strict=True)
         return sum(((x * weight).mean() for x, weight in outputs), torch.zeros(()))
 
     def step(self) -> list[Tensor]:
-        """The loss and the gradients, which are dropped when it returns."""
+        """Return the loss and the gradients of all parameters. ``.grad`` stays empty."""
         loss = self.forward()
         return [loss, *torch.autograd.grad(loss, list(self.model.parameters()))]
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of storages that operators made and that are alive: now, and at most."""
+    """Count the bytes of live storages that operators allocated: ``now``, and ``peak`` since the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class Memory(TorchDispatchMode):
 
 
 def exact_bytes(task: Task) -> dict[str, int]:
-    """Kept after the forward; most at any time of the step."""
+    """Return the bytes kept after the forward and the peak bytes of the step."""
     with Memory() as memory:
         loss = task.forward()
         gc.collect()
@@ -110,9 +113,9 @@ def exact_bytes(task: Task) -> dict[str, int]:
 
 
 def rss_growth(task: Task) -> int:
-    """Growth of this process's peak in bytes; once per process."""
+    """Return the growth of this process's peak memory in bytes during a step. Valid once per process."""
     small = Task("none", 64, 1, 1)
-    small.step()  # libraries and thread pools load
+    small.step()  # loads libraries and thread pools
     gc.collect()
     before = psutil.Process().memory_info().rss
     task.step()
@@ -122,7 +125,7 @@ def rss_growth(task: Task) -> int:
 
 
 def in_own_process(mode: str, shape: list[str], repeats: int) -> int:
-    """The smallest growth of some fresh processes."""
+    """Return the smallest `rss_growth` of ``repeats`` fresh processes, in bytes."""
     command = [sys.executable, "-m", "benchmarks.activation_checkpointing", "--rss_of", mode, *shape]
     given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # tensors go back to the system when they are freed
     runs = [subprocess.run(command, check=True, capture_output=True, env=given, cwd=ROOT) for _ in range(repeats)]
@@ -130,7 +133,7 @@ def in_own_process(mode: str, shape: list[str], repeats: int) -> int:
 
 
 def measure(width: int, depth: int, rows: int, rounds: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
-    """Every mode: equality, time, memory."""
+    """Compare results, time and memory of every mode; return rows and details."""
     tasks = {mode: Task(mode, width, depth, rows) for mode in MODES}
     expected = tasks["none"].step()
     different: list[str] = []
@@ -147,7 +150,7 @@ def measure(width: int, depth: int, rows: int, rounds: int, repeats: int) -> tup
 
 
 def rows_of(times: Rounds, bytes_of: dict[str, dict[str, int]], different: list[str]) -> list[Row]:
-    """Time and memory of each mode against none."""
+    """Return rows of the time and memory of each mode, relative to mode ``none``."""
     found = [row("C5", "modes whose loss or gradients differ in a bit", len(different), "count", "<= 0")]
     none = bytes_of["none"]
     for mode in MODES[1:]:
@@ -162,7 +165,7 @@ def rows_of(times: Rounds, bytes_of: dict[str, dict[str, int]], different: list[
 
 
 def main() -> int:
-    """Measure and print a line for each mode."""
+    """Measure every mode, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=8)

@@ -1,18 +1,19 @@
-"""recipes/causal_lm.py beside HuggingFace's Trainer: the same losses, and the ratio of their throughput.
+"""recipes/causal_lm.py against HuggingFace's Trainer: equal losses, and the ratio of their throughput.
 
     python -m benchmarks.causal_lm --output benchmarks/results/causal_lm_cpu.json
 
-The model of `causal_lm_demo`, the same initial weights, packed rows in the same order, fp32, AdamW without decay at a
-constant learning rate, the norm clipped to 1, four micro-batches a step. The Trainer computes transformers' own loss
-and divides it by the tokens of the step. The two run in turns in processes of their own, on one thread each unless
-OMP_NUM_THREADS says otherwise; throughput is of the steps after the first ten, with a log line every ten steps of ours
-and none of the Trainer's. The losses are those of a run that logs every step. CPU time holds on a busy machine too: of
-ours it is the difference between a whole run and one of a third of its steps, which start, save and evaluate alike.
+Both train the model of `causal_lm_demo` from the same initial weights on packed rows in the same order: fp32, AdamW
+without weight decay at a constant learning rate, gradients clipped to norm 1, four micro-batches per step. The Trainer
+computes the loss of transformers and divides it by the tokens of the step. The two alternate, the recipe in a process
+of its own, with one thread each unless OMP_NUM_THREADS is set. Throughput covers the steps after the first ten. Ours
+logs every ten steps, the Trainer never; the losses are from another run of ours that logs every step. Processor time is
+meaningful on a busy machine too. Ours is the difference between a whole run and one of a third of its steps, since both
+start, save and evaluate alike.
 
-The loss alone, forward and backward, is compared with torch's cross entropy of an fp32 copy of the logits, in bf16 and
-with the vocabulary of Qwen3. `model.loss_chunk` is compared with all logits at once in a model of Qwen3-0.6B's
-proportions at a quarter of its width, in bf16 by autocast: forward and backward of one row, with all blocks computed
-again in the backward, as where memory is short.
+The loss alone, forward and backward in bf16 with the vocabulary of Qwen3, is compared with torch's cross entropy of an
+fp32 copy of the logits. `model.loss_chunk` is compared with computing all logits at once, in a model with the
+proportions of Qwen3-0.6B at a quarter of its width: forward and backward of one row under bf16 autocast, with full
+activation checkpointing, as where memory is short.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROWS, MICRO_ROWS = 16, 4
 LEARNING_RATE = 1e-3
 SKIPPED = 10
 SIZES = ModelConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4)
-"""Those of the preset causal_lm_demo."""
+"""Sizes of the preset causal_lm_demo."""
 QUARTER = ModelConfig(
     config="qwen3",
     hidden_size=256,
@@ -61,18 +62,18 @@ QUARTER = ModelConfig(
     num_key_value_heads=8,
     tie_word_embeddings=True,
 )
-"""Qwen3-0.6B at a quarter of its width."""
+"""Sizes of Qwen3-0.6B at a quarter of its width."""
 
 
 def data_of(folder: Path, path: str) -> DataConfig:
-    """The rows of both, from the tokenizer in the folder if it is there."""
+    """Return the data options of both contenders, with the tokenizer of ``folder / "model"`` if it exists."""
     made = (folder / "model" / "tokenizer.json").exists()
     tokenizer = str(folder / "model") if made else None
     return DataConfig(path=path, max_length=128, tokenizer=tokenizer, cache_dir=str(folder / "cache"))
 
 
 def write_model(folder: Path, path: str, sizes: ModelConfig) -> None:
-    """Initial weights and the tokenizer, as a folder of transformers."""
+    """Write initial weights and tokenizer to ``folder / "model"``, in the format of transformers."""
     data = prepare.prepare_data(data_of(folder, path), sizes)
     config = pretrained.resolve_config(sizes, data.tokenizer, 128)
     torch.manual_seed(0)
@@ -82,7 +83,7 @@ def write_model(folder: Path, path: str, sizes: ModelConfig) -> None:
 
 
 def ours(folder: Path, path: str, steps: int, log_every: int = 1) -> dict[str, Any]:
-    """Losses and samples per second of the recipe."""
+    """Train with the recipe in a subprocess; return its losses, processor seconds and samples per second."""
     config = folder / "ours.yaml"
     config.write_text(
         f"output_dir: {folder / 'ours'}\nglobal_batch_size: {ROWS}\nmicro_batch_size: {MICRO_ROWS}\n"
@@ -98,18 +99,18 @@ def ours(folder: Path, path: str, steps: int, log_every: int = 1) -> dict[str, A
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [r for r in read_metrics(folder / "ours" / "metrics.jsonl") if r["event"] == "train"]
-    # Wall time between log lines: the same clock as the Trainer's, logging included.
+    # Wall time between log lines, logging included: the same clock as for the Trainer.
     timed = [line for line in lines if line["step"] > SKIPPED] or lines[-1:]
     return {
         "losses": [line["loss"] for line in lines],
         "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        # All samples over all time, as for the Trainer: a median would leave slow steps out.
+        # All samples over all time, as for the Trainer. A median would hide slow steps.
         "samples_per_second": statistics.harmonic_mean([line["samples_per_second"] for line in timed]),
     }
 
 
 def trainer(folder: Path, path: str, steps: int) -> dict[str, Any]:
-    """The same of the Trainer, which gets the rows of each step in the order of our sampler."""
+    """Train with the Trainer in this process, on rows in the order of our sampler; return the same metrics per step."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -157,18 +158,18 @@ def trainer(folder: Path, path: str, steps: int) -> dict[str, Any]:
 
 
 def in_order(data: LanguageData, steps: int) -> list[dict[str, Any]]:
-    """Rows as the sampler of the recipe draws them, with the inputs of the model alone."""
+    """Return the rows of ``steps`` steps in the order of the recipe's sampler, with the inputs of the model only."""
     sampler = StepSampler(len(data.train), ROWS, 0)
     rows = [data.train[draw.sample] for step in range(steps) for draw in sampler.draws(step)]
     return [{name: row[name] for name in ("input_ids", "labels", "position_ids")} for row in rows]
 
 
 def measure(folder: Path, path: str, steps: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """Both in turns; rows and details."""
+    """Train with both, alternating for ``rounds`` rounds; return rows and details."""
     write_model(folder, path, SIZES)
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     losses = ours(folder, path, steps)["losses"]
-    # The default of log.log_every. Windows of one length, so that the harmonic mean of their rates is that of all.
+    # 10 is the default of log.log_every. With windows of equal length the harmonic mean of rates is the overall rate.
     log_every = min(10, steps // 3)
     for _ in range(rounds):
         short = ours(folder, path, steps // 3, log_every)
@@ -190,12 +191,12 @@ def measure(folder: Path, path: str, steps: int, rounds: int) -> tuple[list[Row]
 
 
 def plain_loss(logits: Tensor, expected: Tensor) -> Tensor:
-    """Cross entropy of an fp32 copy, as scripts compute it."""
+    """Return the cross entropy of each token from an fp32 copy of the logits, as most scripts compute it."""
     return F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(), ignore_index=IGNORED, reduction="none")
 
 
 def measure_loss(tokens: int, vocabulary: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """Memory and time of the loss and its gradient."""
+    """Compare memory and time of our loss and its gradient with torch's; return rows and details."""
     torch.manual_seed(0)
     logits = torch.randn(1, tokens, vocabulary).bfloat16().requires_grad_()
     expected = torch.randint(vocabulary, (1, tokens))
@@ -222,7 +223,7 @@ def measure_loss(tokens: int, vocabulary: int, rounds: int) -> tuple[list[Row], 
 
 
 def measure_chunks(tokens: int, sizes: ModelConfig, vocabulary: int, chunk: int, rounds: int) -> list[Row]:
-    """Memory and time of a step's forward and backward by chunks, over those of all logits at once."""
+    """Compare forward and backward with the loss in chunks to all logits at once; return rows of memory and time."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(sizes.config, vocab_size=vocabulary, head_dim=32, **sizes.sizes)
@@ -257,7 +258,7 @@ def measure_chunks(tokens: int, sizes: ModelConfig, vocabulary: int, chunk: int,
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--path", default="demo")

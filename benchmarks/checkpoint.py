@@ -1,13 +1,13 @@
-"""C4: what saving costs a loop: ours against a thread with torch.save, Accelerator.save_state, DCP's async_save.
+"""C4: the cost of saving to a loop: ours against torch.save in a thread, Accelerator.save_state and DCP async_save.
 
     python -m benchmarks.checkpoint --output benchmarks/results/checkpoint_cpu.json
     python -m benchmarks.checkpoint --state_mb 1500 --output benchmarks/results/checkpoint_cpu_1500.json
     python -m benchmarks.checkpoint --device cuda --state_mb 24300 --rounds 3 --output RESULT.json
 
 Each contender runs in a process of its own, with the same state and the same Python-bound loop (small tensor
-operations, one thread). A round measures the loop alone, then from the call of save until the checkpoint is complete:
-the speed that the loop keeps, the snapshot (the time the call blocks), and the longest iteration beyond it. Medians
-over rounds.
+operations, one thread). A round times the loop alone, then from the call of save until the checkpoint is complete: the
+share of its speed that the loop keeps, how long the call blocks, and the longest iteration after the call. Values are
+medians over the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW_SECONDS = 2.0
 
 
 class State:
-    """A model with AdamW's state and a moving average: what there is to save, 16 bytes a parameter."""
+    """The state to save: a model with AdamW's moments and an EMA, 16 bytes per parameter."""
 
     def __init__(self, state_mb: float, device: str) -> None:
         from accelerate import Accelerator
@@ -59,7 +59,7 @@ class State:
         self.small = torch.randn(16, 16, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, live."""
+        """Return all tensors to save by name. They are the live ones, not copies."""
         view = self.average.shards
         found = {f"model.{n}": view.master(n) for n in view.parameters}
         found |= {f"ema.{n}": t for n, t in self.average.averages.items()}
@@ -71,7 +71,7 @@ class State:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def iterate(self) -> None:
-        """One iteration of a loop that the interpreter bounds."""
+        """Run one iteration of a loop bound by the Python interpreter."""
         x = self.small
         for _ in range(20):
             x = x * 1.0001 + 0.1
@@ -79,13 +79,13 @@ class State:
 
 
 class Saving:
-    """One contender. ``begin`` starts a save, ``poll`` is called in every iteration and says whether it is complete."""
+    """One contender. ``begin`` starts a save. ``poll``, called in every iteration, returns True once it is complete."""
 
     begin: Callable[[], None]
     poll: Callable[[], bool]
     close: Callable[[], None] = staticmethod(lambda: None)
     before_update: Callable[[], object] = staticmethod(lambda: None)
-    """Waits for what reads the weights: called before each update of them."""
+    """Called before each update of the weights; waits until a save no longer reads them."""
     bytes_on_disk: Callable[[], int]
 
 
@@ -141,7 +141,7 @@ def save_state(state: State, folder: Path) -> Saving:
 
 
 def process_group(state: State, folder: Path) -> None:
-    """DCP's asynchronous save needs one, also of a single process."""
+    """Initialise a process group of one process if there is none: DCP's asynchronous save requires one."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -167,7 +167,7 @@ def dcp_async_save(state: State, folder: Path) -> Saving:
 
 
 def window(state: State, until: Callable[[], bool]) -> tuple[float, float]:
-    """Run the loop until told; iterations per second and the longest iteration, in seconds."""
+    """Run the loop until ``until`` returns True; return iterations per second and the longest iteration in seconds."""
     count, longest = 0, 0.0
     began = last = time.perf_counter()
     while True:
@@ -182,12 +182,12 @@ def window(state: State, until: Callable[[], bool]) -> tuple[float, float]:
 
 
 def pss(process: psutil.Process) -> int:
-    """Proportional memory of a process and its children: shared pages are counted once."""
+    """Return the proportional set size of a process and its children in bytes. Shared pages count once in total."""
     return sum(p.memory_full_info().pss for p in (process, *process.children(recursive=True)))
 
 
 def contend(name: str, state_mb: float, device: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Measure one contender in this process."""
+    """Measure one contender in this process and return its metrics, most of them medians over the rounds."""
     torch.set_num_threads(1)
     state = State(state_mb, device)
     size, process = state.bytes(), psutil.Process()
@@ -208,7 +208,7 @@ def contend(name: str, state_mb: float, device: str, rounds: int, folder: Path) 
         extra = (pss(process) - before) / size
         during, stall = window(state, saving.poll)
         complete = time.perf_counter() - began
-        if number == 0:  # buffers are allocated, files of the first round are new
+        if number == 0:  # not counted: buffers are allocated and files are new
             first = blocked
             continue
         values = {"alone": alone, "kept": during / alone, "stall": stall, "blocked": blocked, "complete": complete}
@@ -238,7 +238,7 @@ def contend(name: str, state_mb: float, device: str, rounds: int, folder: Path) 
 
 
 def piecewise_copy(state: State) -> Callable[[], float]:
-    """The floor of a snapshot: the same tensors copied into ordinary memory allocated once; seconds."""
+    """Return a timer of one copy of all tensors to preallocated memory, the floor of a snapshot. 0 s on a GPU."""
     if state.small.is_cuda:
         return lambda: 0.0
     sources = list(state.tensors().values())
@@ -262,7 +262,7 @@ while time.monotonic() < end:
 
 
 def beside_a_hash(state: State) -> float:
-    """Iterations per second while a foreign process hashes memory on another core: what any writer takes from it."""
+    """Return iterations per second beside an unrelated process that hashes memory, as a checkpoint writer does."""
     with subprocess.Popen([sys.executable, "-c", HASH], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
@@ -271,7 +271,7 @@ def beside_a_hash(state: State) -> float:
 
 
 class Unhashed:
-    """In place of sha256, to see the write alone."""
+    """A stand-in for sha256 that does nothing, to time the write alone."""
 
     def update(self, _: Any) -> None:
         pass
@@ -281,7 +281,7 @@ class Unhashed:
 
 
 def writing(state_mb: float, folder: Path, rounds: int) -> dict[str, Any]:
-    """The write alone, nothing beside it: our writer's own function against torch.save, and both made durable."""
+    """Time writing alone, with no loop: our writer's function against torch.save, plain and durable (fsync, hash)."""
     from accel_train.checkpoints import writer
 
     torch.set_num_threads(1)
@@ -334,10 +334,10 @@ def writing(state_mb: float, folder: Path, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, action in ways:
             measure(name, action)
-        ways.reverse()  # a virtual machine may have to fetch memory from its host for the first to write
+        ways.reverse()  # on a virtual machine the first to write may wait until the host provides memory
 
     def over(ours: str, theirs: str) -> list[float]:
-        """Speed in each round."""
+        """Return how many times as fast ``ours`` is as ``theirs``, by round."""
         return [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
 
     rates = {name: size / statistics.median(values) / 1e9 for name, values in times.items()}
@@ -351,7 +351,7 @@ def writing(state_mb: float, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def reload_is_identical(state_mb: float, device: str, folder: Path) -> bool:
-    """Save with ours, read every file with safetensors, compare with the live tensors."""
+    """Save with ours, read every file with safetensors and return True if all tensors equal the live ones."""
     from safetensors.torch import load_file
 
     state = State(state_mb, device)
@@ -372,7 +372,7 @@ def reload_is_identical(state_mb: float, device: str, folder: Path) -> bool:
 
 
 def in_own_process(job: str, arguments: argparse.Namespace, state_mb: float) -> Any:
-    """Run one job of this file in a fresh process and folder; its result."""
+    """Run one job of this file in a fresh process and folder. Returns its result, or its error as ``failed``."""
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
         command = [
             sys.executable,
@@ -406,7 +406,7 @@ def one_job(arguments: argparse.Namespace) -> Any:
 
 
 def jobs_of(arguments: argparse.Namespace, state_mb: float) -> dict[str, Any]:
-    """Every job at one size, each in a process of its own."""
+    """Run every job at one size of the state, each in a process of its own; return the results by name."""
     jobs = {name: in_own_process(name, arguments, state_mb) for name in (*CONTENDERS, "writing")}
     copied = jobs["accel_train"].get("blocked_ms")
     if copied:
@@ -429,13 +429,13 @@ UNHASHED = "speed of writing over torch.save, without hash and flush"
 
 
 def rows_of(id: str, size: str, jobs: dict[str, Any]) -> list[Row]:
-    """Rows of one size of state."""
+    """Return the rows of one size of the state. Raises RuntimeError if a contender failed."""
     rows: list[Row] = []
     for name, text in TEXTS.items():
         job, mine = jobs[name], name == "accel_train"
         if "failed" in job:
             raise RuntimeError(f"{name} has failed: {job['failed']}")
-        if name != "save_state":  # it returns when all is written
+        if name != "save_state":  # its call returns only when all is written
             kept, longest = job["loop_speed_kept_rounds"], job["longest_iteration_ms_rounds"]
             rows.append(row(id, f"{size}, {text}: speed the loop keeps", kept, target=">= 0.95" if mine else None))
             rows.append(row(id, f"{size}, {text}: longest iteration", longest, "ms", "<= 10" if mine else None))
@@ -455,7 +455,7 @@ def rows_of(id: str, size: str, jobs: dict[str, Any]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure each size."""
+    """Measure each size of the state and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--state_mb", type=float, nargs="+", default=[402.0], help="sizes of the state in MB")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

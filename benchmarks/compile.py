@@ -1,13 +1,13 @@
-"""C6: compiling block by block against compiling the whole model: time to compile, and what a step gains.
+"""C6: compiling block by block against compiling the whole model: compile time, and speed of a step.
 
     python -m benchmarks.compile --output benchmarks/results/compile_cpu.json
 
-An MMDiT of 6 blocks, forward and backward on one thread in fp32. Each way compiles in a process of its own with an
-empty cache (cold), the smallest size again in a second one (warm); one compilation thread. Compile times are the
-processor time of the first step with that of the compilers it starts: less disturbed by other processes than the clock.
-The step: eager and compiled in turns in one process. The whole model is compiled at the first size only.
-`compile.optimize max-autotune-no-cudagraphs` at the last size; `compile.dynamic` there with three lengths of text in a
-step, against one compilation for each length.
+An MMDiT of 6 blocks, forward and backward on one thread in fp32. Each variant compiles in a process of its own with an
+empty cache (cold) and one compilation thread; the smallest size compiles again in a second process with the cache of
+the first (warm). Compile time is the processor time of apply and first step, with that of the compilers they start,
+which other processes disturb less than wall time. Steps are timed eager and compiled in turns in one process. The whole
+model is compiled at the first size only. The last size also tries `compile.optimize max-autotune-no-cudagraphs`, and
+`compile.dynamic` with three lengths of text per step against one compilation for each length.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ WAYS = {
     "dynamic": CompileConfig("on", dynamic=True),
     "full": None,
 }
-"""Block by block with these options, or the whole model."""
+"""Options for compiling block by block, by variant. None: compile the whole model."""
 TEXTS = (77, 61, 45)
-"""Lengths of text; the first alone where shapes do not vary."""
+"""Numbers of text tokens. Only the first is used where shapes do not vary."""
 SIZES = {"15M": (256, ">= 1.03"), "2M": (96, ">= 1.15")}
-"""Width, and the target of the step's speed."""
+"""Width, and target for the speed of a compiled step over eager, by name."""
 
 
 def build(width: int, depth: int, texts: int = 1) -> tuple[MMDiT, Callable[[nn.Module], list[Tensor]]]:
-    """A model away from its start, and a step of it: a forward for each of so many lengths of text."""
+    """Return a model with random weights, and a step with one forward for each of the first ``texts`` of `TEXTS`.
+
+    A step returns the detached loss and the gradients of all parameters.
+    """
     torch.manual_seed(0)
     model = MMDiT(MMDiTConfig(width, depth, heads=4))
     for parameter in model.parameters():
@@ -64,13 +67,13 @@ def build(width: int, depth: int, texts: int = 1) -> tuple[MMDiT, Callable[[nn.M
 
 
 def processor_seconds() -> float:
-    """Of this process and of all it started and waited for."""
+    """Return user and system seconds of this process and of all children it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) -> dict[str, Any]:
-    """Compile in this process, then time steps against eager ones. For a process of its own."""
+    """Compile in this process, then time steps against eager ones for ``rounds`` rounds (0: none). Once per process."""
     eager, step = build(width, depth, texts)
     model, _ = build(width, depth, texts)
     expected = step(eager)
@@ -99,7 +102,7 @@ def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) 
 
 
 def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str, texts: int = 1) -> dict[str, Any]:
-    """`compile_once` with this directory as the compiler's cache."""
+    """Run `compile_once` in a fresh process with ``cache`` as the compiler's cache directory; return its result."""
     given_numbers = {"width": width, "depth": depth, "rounds": rounds, "texts": texts}
     numbers = [word for name, value in given_numbers.items() for word in (f"--{name}", str(value))]
     given = os.environ | {
@@ -116,14 +119,14 @@ def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str, te
 
 
 def cold(way: str, width: int, depth: int, rounds: int, warm: bool = False, texts: int = 1) -> list[dict[str, Any]]:
-    """With an empty cache; and again with what it left there."""
+    """Compile with an empty cache and, if ``warm``, again with the cache that this left; return one or two results."""
     with tempfile.TemporaryDirectory() as cache:
         found = [in_own_process(way, width, depth, rounds, cache, texts)]
         return found + ([in_own_process(way, width, depth, 0, cache)] if warm else [])
 
 
 def options_of(name: str, depth: int, rounds: int, usual: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-    """`compile.optimize` and `compile.dynamic` at one size; ``usual`` is what was found with neither."""
+    """Measure `compile.optimize` and `compile.dynamic` at one size; ``usual`` is the result with neither of them."""
     width, many = SIZES[name][0], len(TEXTS)
     (tuned,) = cold("autotune", width, depth, rounds)
     (each,), (dynamic,) = (cold(way, width, depth, rounds, texts=many) for way in ("regional", "dynamic"))
@@ -142,7 +145,7 @@ def options_of(name: str, depth: int, rounds: int, usual: dict[str, Any]) -> tup
 
 
 def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """Every size block by block; the whole model at the first; twice the depth at the last."""
+    """Measure every size block by block, the first also as a whole model, the last also at twice the depth."""
     rows: list[Row] = []
     details: dict[str, Any] = {}
     for name in sizes:
@@ -173,7 +176,7 @@ def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[
 
 
 def main() -> int:
-    """Measure every size, and whether regional compilation is flat in depth."""
+    """Measure every size and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))

@@ -1,13 +1,14 @@
-"""C7: samples of 0.6 MB read in shuffled batches of 16 from a warm cache, on one core, against how others keep them.
+"""C7: reading samples of 0.6 MB in shuffled batches of 16 from a warm cache on one core, against other formats.
 
     python -m benchmarks.data_loading [--rounds 12] [--output results.json]
 
-A sample is a latent of 131 kB and text features of 473 kB, two tensors of 2 bytes a value, as diffusion training caches
-them. Every way gives the same tensors, which is checked. Samples per second are those of thread time with one thread.
-The recipe's own rows read one fp32 latent of the same size, normalise it, and tokenise nothing. Needs 1 GB of disk.
+A sample is a latent of 131 kB and text features of 473 kB: two fp16 tensors, as diffusion training caches them. All
+readers return the same tensors, which is checked first. Samples per second are per thread time of one thread. The rows
+of the recipe's loader read and normalise one fp32 latent of about the same size and tokenise nothing. Needs 1 GB of
+disk.
 
-`loader.prefetch_factor`: time by the clock of steps of 8 ms (the process sleeps) with one worker, which reads the
-recipe's samples alike, or waits 40 ms for one of them, as for a cold disk: one micro-batch in ten.
+`loader.prefetch_factor`: wall time of steps of 8 ms (the process sleeps) with one worker. Its reads of the recipe's
+samples take equally long, or one of them waits 40 ms, as for a cold disk: one micro-batch in ten.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.method import Row, in_turns, parser_of, row, write_results
 BATCH = 16
 OURS, PER_FILE = "ours", "torch.load per file"
 PREFETCH = (1, 2, 8)
-"""Of `loader.prefetch_factor`; 2 is the default."""
+"""Values of `loader.prefetch_factor` to measure; 2 is the default."""
 ALONE = LoaderConfig(num_workers=0)
 STEP_SECONDS, WAIT_SECONDS = 0.008, 0.04
 BATCHED, SINGLE = "the recipe's loader", "the recipe's loader, sample by sample"
@@ -52,13 +53,13 @@ Read = Callable[[list[int]], Sample]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is read."""
+    """Number and shapes of the samples."""
 
     samples: int = 160
     latent: tuple[int, int] = (16, 4096)
     text: tuple[int, int] = (154, 1536)
     recipe: tuple[int, int] = (154, 980)
-    """fp32"""
+    """Shape of the recipe's latent, in fp32."""
 
 
 TINY = Sizes(48, (2, 8), (3, 8), (3, 4))
@@ -69,7 +70,7 @@ def stacked(samples: list[Sample]) -> Sample:
 
 
 def each(one: Callable[[int], Sample]) -> Read:
-    """Batches of a way that reads sample by sample."""
+    """Return a reader of batches from a reader of single samples."""
     return lambda batch: stacked([one(index) for index in batch])
 
 
@@ -126,7 +127,7 @@ def safetensors_slices(folder: Path, samples: list[Sample]) -> Read:
 
 
 def arrow_mapped(folder: Path, samples: list[Sample]) -> Read:
-    """The memory-mapped file of `datasets`, its values taken as they lie there."""
+    """Read from the memory-mapped Arrow file of `datasets`, without a conversion of the values."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -155,7 +156,7 @@ PEERS: dict[str, tuple[Callable[[Path, list[Sample]], Read], str]] = {
 
 # ------------------------------------------------------------------------------------------------------------ ours
 def mapped_tables(folder: Path, samples: list[Sample]) -> Read:
-    """One safetensors file for each tensor, memory-mapped, and one buffer for each that every batch is read into."""
+    """Read from one memory-mapped safetensors file per tensor, into one buffer per tensor that all batches reuse."""
     tables: dict[str, LatentTable] = {}
     buffers: dict[str, Tensor] = {}
     rows = torch.arange(len(samples))
@@ -182,7 +183,7 @@ def recipe_dataset(folder: Path, samples: int, shape: tuple[int, int]) -> TextLa
 
 
 class OneByOne:
-    """A dataset without its way to read many samples at once."""
+    """A dataset that hides the batched reads of the one it wraps."""
 
     def __init__(self, dataset: TextLatentDataset) -> None:
         self._dataset = dataset
@@ -195,7 +196,7 @@ class OneByOne:
 
 
 class Uneven(OneByOne):
-    """One sample that takes long."""
+    """A dataset in which reading sample 0 takes ``WAIT_SECONDS`` longer."""
 
     def __getitem__(self, index: int) -> Sample:
         if index == 0:
@@ -218,7 +219,7 @@ def loader_steps(dataset: TextLatentDataset | OneByOne, config: LoaderConfig = A
 
 # ------------------------------------------------------------------------------------------------------- measuring
 def readers(folder: Path, sizes: Sizes) -> dict[str, Read]:
-    """Every way to read a batch, its files written; all give the same."""
+    """Write the files of every format and return its reader. Asserts that all readers return the same tensors."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"latent": sizes.latent, "text": sizes.text}
     samples: list[Sample] = [
@@ -235,7 +236,7 @@ def readers(folder: Path, sizes: Sizes) -> dict[str, Read]:
 
 
 def epochs(read: Read, samples: int) -> Callable[[], None]:
-    """One pass over all samples, in another order each time."""
+    """Return a function that reads all samples once, cycling through four shuffled orders."""
     generator = torch.Generator().manual_seed(2)
     orders = [[b.tolist() for b in torch.randperm(samples, generator=generator).split(BATCH)] for _ in range(4)]
     turns = cycle(orders)
@@ -248,7 +249,7 @@ def epochs(read: Read, samples: int) -> Callable[[], None]:
 
 
 def steps_of(steps: Iterator[Sample], count: int, seconds: float = 0.0) -> Callable[[], None]:
-    """So many steps, each of which takes this long beside the reading."""
+    """Return a function that takes ``count`` steps and sleeps ``seconds`` after each."""
 
     def run() -> None:
         for _ in range(count):
@@ -260,7 +261,7 @@ def steps_of(steps: Iterator[Sample], count: int, seconds: float = 0.0) -> Calla
 
 
 def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """All ways in turns; rows and details."""
+    """Time all readers in turns; return rows and details."""
     ways = {name: epochs(read, sizes.samples) for name, read in readers(folder, sizes).items()}
     dataset = recipe_dataset(folder, sizes.samples, sizes.recipe)
     batches = sizes.samples // BATCH
@@ -282,7 +283,7 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
 
 
 def prefetched(dataset: TextLatentDataset, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """Each `loader.prefetch_factor` over the default, with reads that are alike and with one that takes long."""
+    """Compare each `loader.prefetch_factor` with the default, with equal reads and with one slow read per epoch."""
     rows: list[Row] = []
     times: dict[str, Any] = {}
     kinds = {"reads alike": OneByOne(dataset), "one read in ten takes 5 steps": Uneven(dataset)}
@@ -300,7 +301,7 @@ def prefetched(dataset: TextLatentDataset, rounds: int) -> tuple[list[Row], dict
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=12)
     parser.add_argument("--folder", type=Path, help="disk to write on; a temporary directory by default")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Where a step of the demos goes, and how fast it could be if only its products were left.
+"""Where the time of a step of the demos goes, and how fast it could be if only its products remained.
 
     python -m benchmarks.demo_steps --output benchmarks/results/demo_steps_cpu.json
 
-Each preset trains twice: once for the processor time of its steps, once with the same steps profiled. Products are what
-a profile calls compute: matrix products, convolutions and attention. The profiler makes each of these longer by about a
-microsecond, so the bound is a little low.
+Each preset trains twice: once for the processor time of its steps, and once with the same steps profiled. Products are
+what the profile calls compute: matrix products, convolutions and attention. The profiler lengthens each of them by
+about a microsecond, so the bound is slightly too low.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from benchmarks.ablation import COMBINED, EQUAL_WORK
 from benchmarks.method import ROOT, Row, on_cpu, parser_of, row, write_results
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {"mmdit": {}, "pde": COMBINED["pde"][EQUAL_WORK][1]}
-"""With what makes the optimised preset's work equal to the baseline's."""
+"""Options by recipe that make the work of the optimised preset equal to that of the baseline."""
 SHORT: Mapping[str, Mapping[str, Any]] = {"mmdit": {}, "pde": {"evaluation.trajectories": 1}}
-"""Evaluations are not measured."""
+"""Options by recipe that shorten the evaluation, which is not measured."""
 FIRST, LAST = 10, 30
-"""Steps that are measured: after the first, up to the last."""
+"""Steps that are measured: those after ``FIRST``, up to and including ``LAST``."""
 PART = re.compile(r"^\| ([a-z][\w ]*) \| [\d.]+% \| ([\d.]+) \|", re.MULTILINE)
 
 
 def trained(recipe: str, preset: str, options: Mapping[str, Any], output: Path) -> list[dict[str, Any]]:
-    """Lines of the metrics of a run that logs each step and saves once."""
+    """Train in a subprocess that logs every step and return the lines of its metrics.jsonl."""
     given = {
         "log.log_every": 1,
         "checkpoints.save_every": 1000,
@@ -46,11 +46,11 @@ def trained(recipe: str, preset: str, options: Mapping[str, Any], output: Path) 
 
 
 def measure(recipe: str, preset: str, options: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Milliseconds of a step on average, and those of each part of the profile."""
+    """Return the mean processor milliseconds of a step, and the milliseconds of each part of the profile."""
     options = {**options, "max_steps": last}
     with tempfile.TemporaryDirectory() as place:
         lines = trained(recipe, preset, options, Path(place) / "plain")
-        # Counted from the start.
+        # Processor seconds since the start of the run.
         used = {line["step"]: line["processor_seconds"] for line in lines if line["event"] == "train"}
         seconds = (used[last] - used[first]) / (last - first)
         output = Path(place) / "profiled"
@@ -61,7 +61,7 @@ def measure(recipe: str, preset: str, options: Mapping[str, Any], first: int, la
 
 
 def rows_of(recipe: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Rows of one recipe."""
+    """Return the rows of one recipe; ``found`` has its baseline first, then its optimised preset."""
     rows: list[Row] = []
     for name, measured in found.items():
         share = measured["parts"]["compute"] / measured["milliseconds"]
@@ -75,7 +75,7 @@ def rows_of(recipe: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def main() -> int:
-    """Profile each recipe's presets."""
+    """Measure the presets of each recipe and write the rows. Returns 1 if a target is missed, else 0."""
     options = parser_of(__doc__, rounds=1).parse_args()
     on_cpu()
     first, last = (1, 3) if options.tiny else (FIRST, LAST)

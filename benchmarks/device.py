@@ -1,4 +1,4 @@
-"""The device that the GPU suite runs on, or a CPU for its dry run: timing, memory, waits, the time that is left."""
+"""The device of the GPU suite, or a CPU for its dry run: timing, memory, synchronisations, remaining time."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and the sizes for it."""
+    """A device, with the model shapes to measure on it and a time limit."""
 
     device: torch.device
     tiny: bool
-    """A dry run: sizes at which figures mean nothing."""
+    """A dry run, at sizes for which the measurements are meaningless."""
     limit_seconds: float = 590.0
     began: float = field(default_factory=time.perf_counter)
 
     @property
     def backend(self) -> str:
-        """Of torch.compile. The dry run takes the one that traces and makes no code: seconds instead of minutes."""
+        """Backend of torch.compile. The dry run uses aot_eager, which only traces: seconds instead of minutes."""
         return "aot_eager" if self.tiny else "inductor"
 
     @property
     def left(self) -> float:
-        """Seconds until the suite must end."""
+        """Seconds left until the suite must end. Negative after that."""
         return self.limit_seconds - (time.perf_counter() - self.began)
 
     @property
     def memory(self) -> int:
-        """Bytes of the device."""
+        """Total memory of the device in bytes. On a CPU, a stand-in of 8 GiB."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 1 << 33
 
     def free_bytes(self) -> int:
-        """Of the device, now."""
+        """Return the free memory of the device in bytes. On a CPU, a stand-in of 8 GiB."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 1 << 33
 
     def wait(self) -> None:
-        """For all work on the device."""
+        """Wait for all work on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """What nothing refers to any more, compiled code included; and count the peak anew."""
+        """Free unreferenced memory and all compiled code, and reset the count of peak memory."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":
@@ -60,15 +60,15 @@ class Machine:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def held_bytes(self) -> int:
-        """Allocated now; 0 on a CPU."""
+        """Return the bytes allocated on the device; 0 on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def peak_bytes(self) -> int:
-        """Most that was allocated since ``release``; 0 on a CPU."""
+        """Return the peak of bytes allocated since the last ``release``; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def seconds(self, work: Callable[[], object], repeats: int, warm_up: int = 3) -> list[float]:
-        """Of each call, by the device's own clock."""
+        """Return the seconds of each of ``repeats`` calls after a warm-up, by CUDA events, or by wall time on a CPU."""
         for _ in range(warm_up):
             work()
         self.wait()
@@ -83,7 +83,7 @@ class Machine:
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
     def waits(self, work: Callable[[], object]) -> list[str]:
-        """Every wait of one call for the device, by the line of Python; on a CPU, reads of a number from a tensor."""
+        """Return ``file:line`` of every synchronisation in a call; on a CPU, the name of each read that would wait."""
         if self.device.type != "cuda":
             with HostReads() as reads:
                 work()
@@ -98,19 +98,19 @@ class Machine:
         return [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
 
     def large(self) -> Shape:
-        """SD3-medium with 1024 + 154 tokens; 32 rows where 2 B parameters leave room for them."""
+        """Return SD3-medium with 1024 + 154 tokens: 32 rows on a device with more than 120 GB, else 12."""
         return TINY if self.tiny else Shape(batch=32 if self.memory > 120e9 else 12)
 
     def long(self) -> Shape:
-        """The same with 4096 + 154 tokens."""
+        """Return SD3-medium with 4096 + 154 tokens: 8 rows on a device with more than 120 GB, else 3."""
         return TINY if self.tiny else Shape(side=128, batch=8 if self.memory > 120e9 else 3)
 
     def wide_heads(self) -> Shape:
-        """The large one with heads of 128."""
+        """Return the shape of ``large`` with attention heads of width 128."""
         return TINY if self.tiny else Shape(head_width=128, batch=self.large().batch)
 
     def small(self) -> Shape:
-        """12 blocks of 768, 256 + 77 tokens, 16 rows: bound by launches."""
+        """Return a launch-bound shape: 12 blocks of width 768, 256 + 77 tokens, 16 rows."""
         return TINY if self.tiny else Shape(768, 12, side=32, text_tokens=77, batch=16)
 
 

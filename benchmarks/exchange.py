@@ -1,14 +1,16 @@
-"""C10: how gradients travel: each option of DDP against its default, two processes, gloo.
+"""C10: communication of gradients: each option of DDP against its default, on two processes with gloo.
 
     python -m benchmarks.exchange --output benchmarks/results/exchange_cpu.json
 
-The model of C8 (9 M parameters, 37 MB of gradients) with one micro-batch a step, wrapped by Accelerate as a recipe
-does, once for each option. Time is that by the clock, all ways in turns in the same processes, one thread each. Exact,
-on models of their own: reductions and bytes of one step, as they are asked for; memory, the storages of the gradients,
-of the buckets in which they travel and of what a hook keeps for the next step; whether gradients are the default's bit
-for bit. Both processes are on one machine, whose link is faster than any between two: what a hook saves there is the
-share of the bytes, what it costs is the time here. PowerSGD has one bucket for all gradients and is held against such
-a one: torch's hook starts collectives in callbacks, and with gloo those of several buckets come in no fixed order.
+The model of C8 (9 M parameters, 37 MB of gradients) with one micro-batch per step, wrapped by Accelerate as in a
+recipe, once per option. Times are wall times; all variants alternate in the same processes, with one thread each.
+
+Exact values come from separate models: all-reduces and bytes that one step requests; memory, which is the storages of
+the gradients, of their buckets and of what a hook keeps for the next step; and whether gradients equal those of the
+default bit for bit. Both processes are on one machine, whose link is faster than any between two machines. What a hook
+would save between machines is the share of the bytes; what it costs is the time measured here. PowerSGD uses one bucket
+for all gradients and is compared with the default in one bucket: torch's hook starts collectives in callbacks, and with
+gloo those of several buckets come in no fixed order.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ ABSENT = {
     "compile.optimize reduce-overhead": NOT_HERE + "it replays CUDA graphs",
 }
 STEPS_BEFORE = 4
-"""DDP arranges its buckets anew after the first step, and PowerSGD sends factors from the third."""
+"""Steps before a measurement. DDP rebuilds its buckets after the first, and PowerSGD compresses from the third on."""
 
 
 def wrapped(config: DistributedConfig, width: int, depth: int) -> tuple[Accelerator, Any]:
-    """A model whose gradients are not zero, other rows on each process, wrapped with these options."""
+    """Return an accelerator and a DDP model with these options, nonzero gradients and inputs that differ by rank."""
     handlers = ddp_handlers(config, "ddp", on_device=False, accumulation_steps=1)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[*handlers])
     task = Task(width, depth)
@@ -71,7 +73,7 @@ def wrapped(config: DistributedConfig, width: int, depth: int) -> tuple[Accelera
 
 @contextmanager
 def noted() -> Generator[list[int]]:
-    """Bytes of every all-reduce that Python asks for meanwhile, which hooks of DDP do."""
+    """Record the bytes of every all-reduce that Python code requests in the body, as DDP hooks do."""
     sizes: list[int] = []
     real = dist.all_reduce
 
@@ -84,7 +86,7 @@ def noted() -> Generator[list[int]]:
 
 
 def counted(config: DistributedConfig, width: int, depth: int) -> tuple[dict[str, int], list[Tensor]]:
-    """Reductions, bytes and memory of one step, and its gradients."""
+    """Return count and bytes of a step's all-reduces, its memory in bytes, and copies of its gradients. Collective."""
     _, model = wrapped(config, width, depth)
     buckets: list[Tensor] = []
 
@@ -92,7 +94,9 @@ def counted(config: DistributedConfig, width: int, depth: int) -> tuple[dict[str
         buckets.append(bucket.buffer())
         return allreduce_hook(group, bucket)
 
-    if config.comm_hook == "none":  # a model has one hook; with another the buckets are the gradients' own storages
+    if (
+        config.comm_hook == "none"
+    ):  # DDP allows one hook; with another one the buckets are the storages of the gradients
         model.register_comm_hook(None, lambda group, bucket: reduce(group, bucket))  # DDP refuses other annotations
     for _ in range(STEPS_BEFORE):
         model.zero_grad()
@@ -109,13 +113,13 @@ def counted(config: DistributedConfig, width: int, depth: int) -> tuple[dict[str
 
 
 def kept_by(state: Any) -> list[Tensor]:
-    """What PowerSGD keeps between steps."""
+    """Return the tensors that the state of a PowerSGD hook keeps between steps. Empty for other hooks."""
     names = ("error_dict", "p_memory_dict", "q_memory_dict")
     return [x for name in names for x in getattr(state, name, {}).values()]
 
 
 def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
-    """What one process measures; the same on each."""
+    """Measure on this process. Collective: every process runs it and returns its own results."""
     torch.set_num_threads(1)
     counts: dict[str, dict[str, int]] = {}
     different: list[str] = []
@@ -138,7 +142,7 @@ def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[Row]:
-    """Counts are exact; times are those of the first process."""
+    """Return the rows from the results of rank 0. Counts are exact; times are those of rank 0."""
     counts, usual = found["counted"], found["counted"][DEFAULT]
     one, speeds = found["speeds"][ONE_BUCKET], found["speeds"]
     over_one = {name: [a / b for a, b in zip(speed, one, strict=True)] for name, speed in speeds.items()}
@@ -163,7 +167,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
 
 
 def main() -> int:
-    """C10."""
+    """Run C10."""
     return run(__doc__, "benchmarks.exchange", "C10: how gradients travel", work, rows_of, 20, ABSENT)
 
 

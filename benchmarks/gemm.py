@@ -1,11 +1,11 @@
-"""C9: what share of this machine's own matrix product rate a training step of the MMDiT reaches.
+"""C9: the share of this machine's matrix product rate that a training step of the MMDiT reaches.
 
     python -m benchmarks.gemm --output benchmarks/results/gemm_cpu.json
     python -m benchmarks.gemm --threads 2 --output benchmarks/results/gemm_cpu_2_threads.json
 
-MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, fp32 and bf16 under autocast.
-The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds. The
-step is eager, and compiled block by block as with `compile.mode on`.
+An MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, in fp32 and in bf16 under
+autocast. The rate of the machine is that of the faster of two square products in the same dtype, timed in the same
+rounds. The step is timed eager, and compiled block by block as with `compile.mode on`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.method import Row, in_turns, parser_of, row, write_results
 DTYPES = {"fp32": (torch.float32, ">= 0.8"), "bf16": (torch.bfloat16, ">= 0.5")}
 SIZES = (768, 1536)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "mkldnn_linear")
-"""Beginnings of the names of operators that the counted work is done in."""
+"""Name prefixes of the operators that do the counted FLOPs."""
 
 
 def step_of(width: int, depth: int, rows: int, precision: str, compiled: bool = False) -> Callable[[], Tensor]:
-    """Forward and backward; gradients are made and dropped. ``compiled``: block by block, at the first call."""
+    """Return a forward and backward that discards its gradients. ``compiled``: block by block, at the first call."""
     torch.manual_seed(0)
     model = MMDiT(MMDiTConfig(width, depth, heads=4))
     if compiled:
@@ -60,7 +60,7 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Scores and their product with the values, of shapes (B, heads, L, head width)."""
+    """Return the FLOPs of an attention forward: scores and their product with the values, (B, heads, L, head width)."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * (width + value[3])
 
@@ -70,7 +70,7 @@ def attention_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> i
 
 
 def attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
-    """Twice the forward. Scores that are computed again are no work of the model."""
+    """Return twice the FLOPs of the forward. Recomputed scores do not count as work of the model."""
     return 2 * attention_flops(query, key, value)
 
 
@@ -78,18 +78,18 @@ CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
 }
-"""torch counts its attention on GPUs, and nothing for these two (2.13)."""
+"""FLOP counts of the CPU attention operators. torch (2.13) counts attention on GPUs but not these two."""
 
 
 def flops_of(step: Callable[[], object]) -> int:
-    """As torch counts the operators of one call, and attention on a CPU."""
+    """Return the FLOPs of one call as counted by torch, with attention on a CPU included."""
     with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         step()
     return counter.get_total_flops()
 
 
 class ProductTimes(TorchDispatchMode):
-    """Seconds in matrix products and attention, each timed where it is called."""
+    """Sum the seconds spent in the operators of `PRODUCTS`, each timed at its dispatch."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ProductTimes(TorchDispatchMode):
 
 
 def in_products(step: Callable[[], object], clock: Callable[[], float], rounds: int) -> list[float]:
-    """Seconds of the products of a step, in some rounds after a first one."""
+    """Return the seconds that a step spends in its products, by round, after one warm-up round."""
     found: list[float] = []
     for _ in range(rounds + 1):
         with ProductTimes(clock) as times:
@@ -122,14 +122,14 @@ def product(size: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 def measure(
     width: int, depth: int, rows: int, rounds: int, sizes: tuple[int, ...], precisions: Sequence[str]
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Each of these precisions."""
+    """Measure each precision; return rows and details."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found: list[Row] = []
     details: dict[str, Any] = {}
     for name in precisions:
         dtype, target = DTYPES[name]
         step = step_of(width, depth, rows, name)
-        work = flops_of(step)  # of the compiled step too: it computes the same
+        work = flops_of(step)  # also of the compiled step, which computes the same
         ways: dict[str, Callable[[], object]] = {"step": step, "compiled": step_of(width, depth, rows, name, True)}
         ways |= {str(n): product(n, dtype) for n in sizes}
         times = in_turns(ways, rounds, repeats=2, clock=clock)
@@ -143,7 +143,7 @@ def measure(
         reached = [work / s / 1e9 for s in times.seconds["step"]]
         found.append(row("C9", f"{name}: share of the machine's own matrix product rate", shares, target=target))
         found.append(row("C9", f"{name}, compiled: share of the machine's own rate", compiled, target=target))
-        # Kernels of this size are slower than the square ones, and nothing around them can be faster than nothing.
+        # The step's own products are slower than square ones. A step cannot take less time than they do alone.
         alone = [work / s / rate[best] for s in in_products(step, clock, rounds)]
         found.append(row("C9", f"{name}: the same of its products and attention, all else left out: the bound", alone))
         found.append(row("C9", f"{name}: training step", reached, "GFLOP/s"))
@@ -154,7 +154,7 @@ def measure(
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
     parser.add_argument("--rows", type=int, default=4)

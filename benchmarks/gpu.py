@@ -1,14 +1,14 @@
-"""G0 to G8: what one GPU reaches, in parts, each of them a file of its own.
+"""G0 to G8: the performance of one GPU, in parts, each with a result file of its own.
 
     python -m benchmarks.gpu                                # about twelve minutes; into benchmarks/results
     python -m benchmarks.gpu --only saving --directory /tmp/check
     python -m benchmarks.gpu --tiny --directory /tmp/check  # on a CPU: does the script work
 
-A part is written as soon as it ends; a part that fails, or for which no time or memory is left, is named with the
-reason, keeps the rows that it has, and does not stop the others. It never replaces a file that has more rows with a
-target. Results of another device in the directory are refused. Contenders that fit on the device together take turns;
-those of 2 B parameters do not, and run one after the other. diffusers and torchao are used where they are installed,
-and named as absent elsewhere.
+A part is written as soon as it ends. A part that fails, or for which too little time or memory is left, is named with
+the reason, keeps the rows it has, and does not stop the others. It never replaces a file with more rows that have a
+target. Results of another device in the directory are refused. Contenders that fit on the device together take turns.
+Those of 2 B parameters do not fit and run one after the other. diffusers and torchao are used if installed, and named
+as absent otherwise.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from benchmarks.sd3 import Shape
 VALUES = 2.03e9
 """Parameters of SD3-medium."""
 STATE = 20 * VALUES
-"""Bytes of weights, gradients, both moments of AdamW and the average, in fp32."""
+"""Bytes of weights, gradients, both moments of AdamW and the EMA, in fp32."""
 COMPILED, EAGER = 1.5e6, 1.8e6
-"""Bytes of a token that the forward leaves for the backward, as on an H200: of 1.46 and 1.77 MB."""
+"""Bytes per token that the forward keeps for the backward, rounded up from 1.46 and 1.77 MB on an H200."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one file holds."""
+    """A part of the suite, which fills one file."""
 
     title: str
     measure: Callable[[Machine, float, Found], None]
     seconds: float
-    """That must be left for it to begin."""
+    """Time in seconds that must be left for the part to start."""
     bytes: Callable[[Machine], float] = lambda _: 0.0
-    """Of the device that it needs. Of a peer that needs more, the part says so when it runs out."""
+    """Device memory that must be free, for our own run. A peer that needs more fails when it runs out."""
 
 
 def training(machine: Machine) -> float:
-    """Bytes of compiled training at the large shape."""
+    """Return the bytes needed for compiled training at the large shape."""
     return STATE + COMPILED * tokens(machine.large())
 
 
@@ -59,17 +59,17 @@ def long_training(machine: Machine) -> float:
 
 
 def offloaded(machine: Machine) -> float:
-    """The state on the device, which is what the state on the host is held against, with accumulated gradients."""
+    """Return the bytes needed for the baseline: eager training, state on the device, accumulated gradients."""
     return STATE + 4 * VALUES + EAGER * tokens(machine.large())
 
 
 def stepping(_: Machine) -> float:
-    """Optimizers alone, one of them with temporary tensors of all values."""
+    """Return the bytes needed for the optimizers alone, one of which has temporary tensors of all values."""
     return STATE + 8 * VALUES
 
 
 def tokens(shape: Shape) -> int:
-    """Of a batch."""
+    """Return the number of tokens in a batch."""
     return shape.batch * (shape.image_tokens + shape.text_tokens)
 
 
@@ -87,11 +87,11 @@ PARTS = {
     "float8": Part("G1: float8", gpu_training.g1_float8, 60.0, training),
     "offload": Part("G8: optimizer state in host memory", gpu_parts.g8, 60.0, offloaded),
 }
-"""By name, in the order of their weight."""
+"""Parts by name, the most important first."""
 
 
 def lacking(name: str, machine: Machine) -> str | None:
-    """What keeps a part from beginning: time or memory, with the numbers. None: it has room."""
+    """Return why a part cannot start, time or memory with the numbers, or None if it can."""
     part = PARTS[name]
     if machine.left < part.seconds:
         return (
@@ -104,7 +104,7 @@ def lacking(name: str, machine: Machine) -> str | None:
 
 
 def measure(machine: Machine, name: str, rate: float) -> Found:
-    """One part: its rows, details, and what of it did not run, with the reason."""
+    """Measure one part; return rows, details, and what did not run, with the reason. Errors are recorded."""
     found = Found()
     if (reason := lacking(name, machine)) is not None:
         found.fails(name, reason)
@@ -114,7 +114,9 @@ def measure(machine: Machine, name: str, rate: float) -> Found:
     began = time.perf_counter()
     try:
         PARTS[name].measure(machine, rate, found)
-    except Exception as error:  # whatever a kernel, a driver or a peer raises: the others are still worth measuring
+    except (
+        Exception
+    ) as error:  # whatever a kernel, a driver or a peer raises, the other parts are still worth measuring
         found.fails(f"the rest of {name}" if found.rows else name, in_words(error))
     machine.release()
     print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -122,15 +124,16 @@ def measure(machine: Machine, name: str, rate: float) -> Found:
 
 
 def write(machine: Machine, name: str, found: Found, rates: tuple[float, float], directory: Path) -> bool:
-    """The file of a part, or what kept it from being measured; returns whether all of it was, and no target missed.
+    """Write the file of a part and return True if it is complete and misses no target.
 
-    A file with more rows that have a target stays, and the new one goes to a folder beside it.
+    Without rows, only the reason is printed. An existing file with more rows that have a target is kept, and the new
+    one goes to the folder ``incomplete``. ``rates`` are the FLOP/s of a product before and after the part.
     """
     if not found.rows:
         print(f"not measured: {found.absent}", flush=True)
         return False
     title = PARTS[name].title + (", a dry run: these figures mean nothing" if machine.tiny else "")
-    # a device that grew hot or was shared shows in these
+    # these show if the device grew hot or was shared
     details = found.details | {"product_flops": dict(zip(("before", "after"), rates, strict=True))}
     path = directory / f"gpu_{name}.json"
     before, now = targets_in(path), sum(found_row.target is not None for found_row in found.rows)
@@ -142,14 +145,14 @@ def write(machine: Machine, name: str, found: Found, rates: tuple[float, float],
 
 
 def targets_in(path: Path) -> int:
-    """Rows of a file that have a target; 0 where there is no file."""
+    """Return the number of rows with a target in a file; 0 if it does not exist."""
     if not path.exists():
         return 0
     return sum(stored["target"] is not None for stored in json.loads(path.read_text())["rows"])
 
 
 def of_another_device(directory: Path, name: str, parts: Sequence[str]) -> list[str]:
-    """Files of the suite from another device than ``name`` that a run of these parts would leave beside its own."""
+    """Return the result files of devices other than ``name`` that a run of ``parts`` would not overwrite."""
     found: list[str] = []
     for path in sorted([*directory.glob("gpu_*.json"), *directory.glob("one_gpu.json")]):
         own = performance_page.device(json.loads(path.read_text())["environment"])
@@ -159,7 +162,7 @@ def of_another_device(directory: Path, name: str, parts: Sequence[str]) -> list[
 
 
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, print and write the parts. Returns 1 if one is incomplete or misses a target, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing: does the script work")

@@ -1,4 +1,4 @@
-"""Who trains in the GPU suite: the usual script, a strong loop, and this project's step; and what the parts hand in."""
+"""Contenders of the GPU suite: the usual script, a strong loop and this project's step; and the results of a part."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ DECAY = 0.999
 
 @dataclass
 class Found:
-    """What one part has found so far: one that stops early keeps what it has measured."""
+    """Results of one part so far, so that a part that stops early keeps what it has measured."""
 
     rows: list[Row] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    """What could not be measured here, with the reason."""
+    """Measurements that are not possible here, with the reason."""
     failed: list[str] = field(default_factory=list)
-    """What of these should have been measured, and leaves the part unfinished."""
+    """Keys of ``absent`` that should have been measured. They leave the part incomplete."""
 
     def fails(self, what: str, reason: str) -> None:
-        """Note something that was to be measured and was not."""
+        """Record a measurement that should have been made and was not."""
         self.absent[what] = reason
         self.failed.append(what)
 
@@ -59,12 +59,12 @@ class Found:
         target: str | None = None,
         goal: str | None = None,
     ) -> None:
-        """One row."""
+        """Add a row, with the arguments of `benchmarks.method.row`."""
         self.rows.append(row(id, name, values, unit, target, goal))
 
 
 def in_words(error: BaseException) -> str:
-    """An error in a line."""
+    """Return an error as one line of at most 400 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
@@ -73,14 +73,14 @@ def autocast(machine: Machine) -> AbstractContextManager[Any]:
 
 
 def new_accelerator(machine: Machine) -> Accelerator:
-    """In bf16, whatever was built before."""
+    """Return an accelerator in bf16, after a reset of Accelerate's global state."""
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     return Accelerator(cpu=machine.device.type == "cpu", mixed_precision="bf16")
 
 
 def plain_model(shape: Shape, machine: Machine) -> tuple[nn.Module, Callable[..., Any]]:
-    """diffusers' model where it is installed, else ours, on torch's own attention; and how it is called."""
+    """Return diffusers' model if installed, else ours, with torch's own attention; and a function that calls it."""
     torch.manual_seed(0)
     with torch.device(machine.device):
         model: Any = diffusers_model(shape) if has_diffusers() else SD3(shape)
@@ -92,13 +92,13 @@ def has_diffusers() -> bool:
 
 
 def peer() -> str:
-    """Whose model the peers train."""
+    """Return the name of the model that the peers train."""
     return "diffusers' model" if has_diffusers() else "our model, for diffusers is not installed"
 
 
 # ------------------------------------------------------------------------------------------------------- the peers
 def usual(shape: Shape, machine: Machine) -> Step:
-    """What many scripts do: eager bf16 autocast, foreach AdamW, an average per parameter, three waits a step."""
+    """Return the step of a typical script: eager, bf16, foreach AdamW, EMA by parameter, three waits for the device."""
     accelerator = new_accelerator(machine)
     plain, _ = plain_model(shape, machine)
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4, foreach=True))
@@ -123,7 +123,7 @@ def usual(shape: Shape, machine: Machine) -> Step:
 
 
 def strong(shape: Shape, machine: Machine) -> Step:
-    """A tuned loop without any trainer: blocks compiled, cuDNN attention first, fused AdamW, foreach average."""
+    """Return the step of a tuned loop: compiled blocks, cuDNN attention first, fused AdamW, foreach EMA, no waits."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     model, call = plain_model(shape, machine)
@@ -148,7 +148,7 @@ def strong(shape: Shape, machine: Machine) -> Step:
 
 
 def compile_blocks(model: Any, backend: str) -> None:
-    """Each block in place. By hand: diffusers' ``compile_repeated_blocks`` does not know SD3's (0.42.1)."""
+    """Compile each block in place. diffusers' ``compile_repeated_blocks`` (0.42.1) does not find SD3's blocks."""
     for block in getattr(model, "transformer_blocks", None) or model.blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
@@ -156,7 +156,7 @@ def compile_blocks(model: Any, backend: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ ours
 @dataclass(frozen=True)
 class Options:
-    """Of our own run."""
+    """Options of our run."""
 
     compile: Literal["default", "reduce-overhead", "off"] = "default"
     checkpointing: Any = "none"
@@ -166,7 +166,7 @@ class Options:
 
 
 class Ours:
-    """The trainer's step around our model, and a raw loop around the same model and kernels."""
+    """Our training step around our model, and raw loops around the same model and kernels."""
 
     def __init__(self, shape: Shape, machine: Machine, options: Options) -> None:
         remember_lookups()
@@ -191,7 +191,7 @@ class Ours:
         self.steps = 0
 
     def step(self) -> None:
-        """As the recipes do between two log points."""
+        """Take one optimizer step as the recipes do between two log points. The result is in ``result``."""
         self.steps += 1
         micro_batches = [(self.batch, {"main": self.count})] * self.options.micro_batches
         window = GradientWindow(
@@ -209,7 +209,7 @@ class Ours:
 
     @contextmanager
     def whole(self) -> Generator[Step]:
-        """The step with all that the recipes' loop does after it between two log points, as in C1."""
+        """Yield the step with everything that the recipes' loop does after it between two log points, as in C1."""
         with (
             TemporaryDirectory() as folder,
             after_steps(self.accelerator, self.average, Path(folder) / "run", self.shape.batch) as after,
@@ -223,10 +223,10 @@ class Ours:
 
     @contextmanager
     def raw(self, in_kernel: bool) -> Generator[Callable[[], Tensor]]:
-        """A loop by hand around the same model, optimizer and average. In the body the guard is off the optimizer.
+        """Yield a hand-written step around the same model, optimizer and EMA.
 
-        ``in_kernel``: AdamW's kernel clips, and averages where it can, as in the trainer's step. Otherwise both are
-        passes of their own.
+        In the body the step guard is detached from the optimizer. ``in_kernel``: AdamW's kernel clips, and updates the
+        EMA where it can, as in our step. Otherwise clip and EMA are separate passes.
         """
         held = {name: getattr(self.inner, name) for name in ("found_inf", "grad_scale") if hasattr(self.inner, name)}
         for name in held:
@@ -267,16 +267,16 @@ class Ours:
                 setattr(self.inner, name, tensor)
 
     def loss(self) -> float:
-        """Of the last step: of the weights that it began with."""
+        """Return the loss of the last step, computed from the weights before its update. Waits for the device."""
         return self.result.fields()["loss"]
 
     def weights(self) -> list[Tensor]:
-        """As they are now, in host memory: beside 2 B parameters in training there is no room for them twice."""
+        """Return copies of the weights in host memory; the device has no room for a copy beside 2 B in training."""
         return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
 
     @torch.no_grad()
     def begin_again(self, weights: list[Tensor]) -> None:
-        """From these weights, and as if the optimizer had never stepped."""
+        """Load these weights and zero the state of the optimizer, in place. The EMA is left as it is."""
         torch._foreach_copy_(list(self.model.parameters()), weights)
         for state in self.inner.state.values():
             for tensor in state.values():
@@ -284,7 +284,7 @@ class Ours:
 
 
 def speed_up(model: nn.Module, shape: Shape, machine: Machine, options: Options) -> Sequence[str]:
-    """Apply what a run of ours applies, in its order; return its notices. The dry run compiles nothing."""
+    """Apply the speed options of our run to ``model`` and return the notices. The dry run compiles nothing."""
     length = shape.image_tokens + shape.text_tokens
     needs = AttentionNeeds(
         machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False, cross=True
@@ -298,7 +298,7 @@ def speed_up(model: nn.Module, shape: Shape, machine: Machine, options: Options)
 
 
 def host_adamw(model: nn.Module, machine: Machine) -> HostAdamW:
-    """For the dry run: ``adamw_offload`` is refused on a CPU, where there is nothing to save, but it works."""
+    """Return HostAdamW on CPU tensors for the dry run. The option ``adamw_offload`` is refused on a CPU."""
     groups = build_optimizer(model, OptimizerConfig(), machine.device)[0].param_groups
     kept = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in groups]
     return HostAdamW(kept, betas=OptimizerConfig().betas, eps=OptimizerConfig().eps)

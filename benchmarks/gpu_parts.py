@@ -1,4 +1,4 @@
-"""G0, G5, G7 and G8: ceilings of the device, the optimizer, reading, and state in host memory."""
+"""G0, G5, G7 and G8: ceilings of the device, the optimizer, data wait, and optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from benchmarks.sd3 import Shape
 SD3_MEDIUM = 2_028_328_000
 """Parameters of diffusers' model."""
 LATENT_BYTES, TEXT_BYTES = 131_072, 1_261_568
-"""Of a sample at SD3-medium's shape: 16 x 64 x 64 and 154 x 4096 values of 2 bytes."""
+"""Bytes of a sample at SD3-medium's shape: 16 x 64 x 64 and 154 x 4096 values of 2 bytes."""
 
 
 def g0(machine: Machine, rate: float, found: Found) -> None:
-    """What the device itself can do: the denominators of everything else."""
+    """Measure the ceilings of the device (products, copies, attention), by which other rows are judged."""
     size = 128 if machine.tiny else 8192
     products = {f"{size} cubed": product_rate(machine, size, size, size)}
     shape = machine.large()
@@ -54,7 +54,7 @@ def g0(machine: Machine, rate: float, found: Found) -> None:
 
 
 def product_rate(machine: Machine, m: int, n: int, k: int) -> float:
-    """FLOP/s of one bf16 product of random numbers."""
+    """Return the FLOP/s of a bf16 product (m, k) x (k, n) of random numbers, by the median time."""
     a = torch.randn(m, k, device=machine.device, dtype=torch.bfloat16)
     b = torch.randn(k, n, device=machine.device, dtype=torch.bfloat16)
     seconds = machine.seconds(lambda: a @ b, 3 if machine.tiny else 20)
@@ -62,7 +62,7 @@ def product_rate(machine: Machine, m: int, n: int, k: int) -> float:
 
 
 def copies(machine: Machine) -> list[Row]:
-    """On the device, and between it and ordinary and pinned host memory."""
+    """Return rows in GB/s of copies on the device, and between it and pageable and pinned host memory."""
     size = 1 << 16 if machine.tiny else 1 << 30
     device = torch.zeros(size, dtype=torch.uint8, device=machine.device)
     other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8)
@@ -82,7 +82,7 @@ def copies(machine: Machine) -> list[Row]:
 
 
 def attention_rates(machine: Machine, name: str, shape: Shape) -> list[Row]:
-    """Forward and backward of every kernel that can run."""
+    """Return rows in TFLOP/s of forward and backward of every attention kernel that can run at ``shape``."""
     length = shape.image_tokens + shape.text_tokens
     needs = AttentionNeeds(
         machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False
@@ -94,10 +94,10 @@ def attention_rates(machine: Machine, name: str, shape: Shape) -> list[Row]:
     rows: list[Row] = []
     for kernel in able(needs, machine_of(machine.device)):
         if kernel == "sdpa_math" and not machine.tiny:
-            continue  # its scores alone are tens of GB here
+            continue  # its scores alone would take tens of GB here
         try:
             attend, _ = resolve_attention(kernel, needs)
-        except (RuntimeError, UsageError) as error:  # the table thinks that it can: worth knowing, not worth the rest
+        except (RuntimeError, UsageError) as error:  # the table lists the kernel as able: report it and continue
             print(f"attention {kernel}: {error}", flush=True)
             continue
 
@@ -110,7 +110,7 @@ def attention_rates(machine: Machine, name: str, shape: Shape) -> list[Row]:
 
 
 class Parameters(nn.Module):
-    """Nearly as many values as SD3-medium has, in its blocks' shapes, with gradients and nothing to compute."""
+    """Parameters with gradients and no forward: nearly as many values as SD3-medium, in the shapes of its blocks."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Parameters(nn.Module):
 
 
 def g5(machine: Machine, rate: float, found: Found) -> None:
-    """AdamW with clip and moving average; the kernels of torch alone for comparison."""
+    """Measure AdamW with norm, clip and EMA, and torch's own kernels of AdamW for comparison."""
     model = Parameters(machine)
     parameters = list(model.parameters())
     values = sum(p.numel() for p in parameters)
@@ -165,12 +165,12 @@ def g5(machine: Machine, rate: float, found: Found) -> None:
 
 
 def bytes_a_value(optimizer: Any) -> int:
-    """Read and written by norm, step and average: 4 of the norm, and 36 of one kernel or 44 of two."""
+    """Return the bytes that norm, step and EMA move per value: 4 for the norm, and 36 in one kernel or 44 in two."""
     return 40 if getattr(optimizer, "one_pass", False) else 48
 
 
 class OnDisk:
-    """Samples of SD3-medium's size in one file: a latent and text features."""
+    """Random samples in one memory-mapped file. ``sizes``: bytes of latent and of text features per sample."""
 
     def __init__(self, path: Path, count: int, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
@@ -188,7 +188,7 @@ class OnDisk:
 
 
 def g7(machine: Machine, rate: float, found: Found) -> None:
-    """How long a loop of about 90 samples a second waits for its data, of a file that is in the page cache."""
+    """Measure how long a loop of about 90 samples per second waits for data from a file in the page cache."""
     batch, count, steps = (2, 8, 4) if machine.tiny else (32, 1024, 40)
     sizes = (64, 128) if machine.tiny else (LATENT_BYTES, TEXT_BYTES)
     size = 64 if machine.tiny else 8192
@@ -204,7 +204,7 @@ def g7(machine: Machine, rate: float, found: Found) -> None:
 
 
 def wait_of(machine: Machine, batches: Generator[Any], a: Tensor, products: int) -> tuple[list[float], float]:
-    """Share of each step that the loop waited for data, the first quarter left out; seconds of a step."""
+    """Return the share of data wait of each step, and the median seconds of a step. Drops the first quarter."""
     shares: list[float] = []
     taken: list[float] = []
     with closing(batches):
@@ -222,7 +222,7 @@ def wait_of(machine: Machine, batches: Generator[Any], a: Tensor, products: int)
 
 
 def g8(machine: Machine, rate: float, found: Found) -> None:
-    """AdamW's state on the host: memory saved, time paid, at accumulation 1 and 8."""
+    """Measure AdamW's state in host memory: device memory saved and time lost, at accumulation 1 and 8."""
     shape, steps = machine.large(), 2 if machine.tiny else 3
     where = "" if machine.device.type == "cuda" else ", a dry run of HostAdamW on CPU tensors"
     for pieces, target in ((1, "<= 1.2"), (8, "<= 1.05")):
@@ -239,7 +239,7 @@ def g8(machine: Machine, rate: float, found: Found) -> None:
 
 
 def state_on(machine: Machine, found: Found, name: str, pieces: int, shape: Shape, steps: int) -> dict[str, Any]:
-    """Seconds of each step with one optimizer, and the most that was allocated."""
+    """Return seconds of each step and peak bytes with one optimizer. Raises TimeoutError with under 60 s left."""
     if machine.left < 60:
         raise TimeoutError(f"{name} at accumulation {pieces}: {machine.left:.0f} s were left, it needs 60")
     ours = Ours(shape, machine, Options("off", optimizer=name, micro_batches=pieces))

@@ -4,10 +4,10 @@
 
 Each contender runs in a process of its own. The loop is a compiled training step on the very tensors that are saved,
 long enough to keep the device busy. Each contender saves once before it is measured, which allocates its memory. The
-loop is timed before a save and after it; what the steps beside the save take longer than as many of those, with the
-first of a window counted apart, is the hidden cost: one below zero is within the noise of the steps. Where time is
-left, ours also saves beside a loop that waits for its host: a few rows, not compiled. A smaller state is saved, without
-targets, where the device, the host or the disk has no room for this one.
+hidden cost is the extra time of the steps beside a save over as many steps alone, timed before and after it; the first
+step of each window is counted separately. A negative cost is within the noise. If time is left, ours also saves beside
+a host-bound loop: a few rows, not compiled. If device, host or disk has too little room, a smaller state is saved,
+without targets.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ from benchmarks.sd3 import SD3, Shape, batch_of, loss_sum
 
 DEPTHS = (24, 12, 6)
 SHARED = Path("/dev/shm")
-"""Files in memory: where there is room the disk of the moment does not decide how long a save takes."""
+"""A file system in memory. If it has room, the speed of the disk does not affect how long a save takes."""
 WHOLE = "G3, 24.3 GB of state"
 BYTES_A_VALUE = 12
-"""Weight and two running means in fp32. The moving average is off: the published figures have none."""
+"""Weight and two moments in fp32. The EMA is off, because the published numbers are without one."""
 ONE_STAGING = torch.__version__ < (2, 13)
-"""A stager of torch before 2.13 drops its host memory and cannot be used again, so each save has a new one."""
+"""True for torch before 2.13, whose stager drops its host memory after a save: each save needs a new one."""
 PEERS = {"save_state": "Accelerator.save_state", "dcp_async_save": "DCP async_save"}
 
 
 def dcp_async_save(state: Any, folder: Path) -> checkpoint.Saving:
-    """As torchtitan does: staged in host memory that is locked and kept, beside the forward and backward of a step,
-    whose update waits for it."""
+    """Return DCP's asynchronous save as in torchtitan.
+
+    The state is staged in pinned host memory that is reused, beside forward and backward of a step. The update of the
+    weights waits for it.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -77,7 +80,7 @@ def dcp_async_save(state: Any, folder: Path) -> checkpoint.Saving:
     def poll() -> bool:
         if not responses[-1].upload_completion.done():
             return False
-        responses[-1].upload_completion.result()  # raises what has failed
+        responses[-1].upload_completion.result()  # raises the error of a failed save
         shutil.rmtree(directory(len(responses) - 2), ignore_errors=True)
         return True
 
@@ -94,7 +97,7 @@ CONTENDERS: dict[str, Callable[[Any, Path], checkpoint.Saving]] = {
 
 
 def g3(machine: Machine, rate: float, found: Found) -> None:
-    """Ours, then Accelerate's, then DCP's where time is left for it."""
+    """Measure ours, then Accelerate's, then DCP's, and ours beside a host-bound loop, as far as time is left."""
     depth, folder = room_for(machine, found)
     whole = depth == DEPTHS[0]
     rounds = 3 if machine.left > 400 else 1
@@ -117,7 +120,7 @@ def g3(machine: Machine, rate: float, found: Found) -> None:
 
 
 def add_ours(found: Found, job: dict[str, Any], whole: bool) -> None:
-    """What a save costs the loop, against the targets where it is the whole state that they are for."""
+    """Add the rows of our save. Only ``whole``, the full state, has targets."""
     text = size_of(job)
     found.add("G3", f"{text}: the call blocks for", job["blocked_ms"], "ms", "<= 30" if whole else None)
     found.add(
@@ -137,27 +140,28 @@ def add_ours(found: Found, job: dict[str, Any], whole: bool) -> None:
 
 
 def size_of(job: dict[str, Any]) -> str:
-    """In words."""
+    """Return the size of the saved state as text."""
     size = job["state_bytes"]
     return f"{size / 1e9:.3g} GB of state" if size > 1e8 else f"{size / 1e6:.3g} MB of state"
 
 
 def lost(job: dict[str, Any]) -> float:
-    """Milliseconds of the loop that a save costs."""
+    """Return the milliseconds that a save costs the loop: blocked and hidden time, median over the rounds."""
     return statistics.median(b + max(0.0, h) for b, h in zip(job["blocked_ms"], job["hidden_ms"], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ what fits here
 def shape_of(depth: int, tiny: bool, host_bound: bool = False) -> Shape:
-    """Few rows: the state is to be large, not what the forward leaves for the backward."""
+    """Return the shape of the model. Few rows, so that memory goes to the state and not to activations."""
     return TINY if tiny else replace(Shape(depth=depth), batch=4 if host_bound else 16)
 
 
 def room_for(machine: Machine, found: Found) -> tuple[int, Path]:
-    """The largest depth that fits, and where to write; says what the largest of all would have needed.
+    """Return the largest depth that fits and the folder to write to. Raises RuntimeError if none fits.
 
-    On the device the state, gradients and the copy that the snapshot makes of it; on the disk two checkpoints, for the
-    old one goes when the new one is whole; in host memory one more, from which it is written.
+    Needed are, on the device, the state, the gradients and the snapshot's copy of the state; on the disk two
+    checkpoints, because the old one is deleted once the new one is complete; in host memory the copy that is written.
+    If the largest depth does not fit, ``found.absent`` says what it needs.
     """
     if machine.tiny:
         found.absent[WHOLE] = "a dry run saves some megabytes, against no target"
@@ -189,7 +193,7 @@ def room_for(machine: Machine, found: Found) -> tuple[int, Path]:
 
 # ------------------------------------------------------------------------------------------------- one contender's run
 class Training:
-    """SD3's model in training: what `checkpoint`'s contenders save, with a step of its own to disturb."""
+    """SD3's model in training: the state that the contenders of `checkpoint` save, and the step that they disturb."""
 
     def __init__(self, machine: Machine, shape: Shape, compiled: bool) -> None:
         self.accelerator = new_accelerator(machine)
@@ -208,7 +212,7 @@ class Training:
         self._marks: deque[torch.cuda.Event] = deque()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is saved, by name, live."""
+        """Return all tensors to save by name. They are the live ones, not copies."""
         view = self.average.shards
         found = {f"model.{n}": view.master(n) for n in view.parameters}
         for key in ("exp_avg", "exp_avg_sq"):
@@ -216,7 +220,7 @@ class Training:
         return found
 
     def step(self) -> None:
-        """Forward, backward, optimizer. The host runs one step ahead of the device and no further."""
+        """Take one optimizer step. The host runs at most one step ahead of the device."""
         loss = loss_sum(self.model, self.batch) / self.rows
         self.accelerator.backward(loss)
         self.before_update()
@@ -229,30 +233,30 @@ class Training:
                 self._marks.popleft().synchronize()
 
     def settle(self) -> None:
-        """Wait for the steps, and not for copies that travel beside them."""
+        """Wait for the steps on the device, but not for copies on other streams."""
         if self.small.is_cuda:
             torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some steps in a row, from a device without work until it has none again."""
+    """Timing of consecutive steps that start and end with an idle device."""
 
     seconds: float
     steps: int
     first: float
-    """Seconds until the first step was complete: with what it takes to start."""
+    """Seconds until the first step was complete, start-up included."""
     each: list[float]
-    """Seconds of every step, by the host, which runs one step ahead."""
+    """Seconds of each step on the host, which runs one step ahead of the device."""
 
     @property
     def step(self) -> float:
-        """Seconds of a step after the first."""
+        """Mean seconds of a step after the first."""
         return (self.seconds - self.first) / (self.steps - 1)
 
 
 def window(state: Training, steps: int, poll: Callable[[], bool]) -> Window:
-    """At least so many steps, two or more, and on until ``poll``, which is called after each."""
+    """Run at least ``steps`` steps (two or more), until ``poll``, called after each, has returned True."""
     ahead = int(state.small.is_cuda)
     state.settle()
     began, done, first = time.perf_counter(), False, 0.0
@@ -270,14 +274,16 @@ def window(state: Training, steps: int, poll: Callable[[], bool]) -> Window:
 
 
 def hidden(beside: Window, alone: Sequence[Window]) -> float:
-    """Seconds that the steps beside a save took longer than as many alone, on average before and after it."""
+    """Return the extra seconds of the steps beside a save over as many steps alone, averaged over those windows."""
     first, step = (statistics.fmean(values) for values in zip(*((w.first, w.step) for w in alone), strict=True))
     return beside.seconds - first - (beside.steps - 1) * step
 
 
 class Arrival:
-    """When the copy began and when it was in host memory: then the writer is given its job. Patches both for this
-    process, because the trainer never waits for that moment and so does not know it."""
+    """Times at which a snapshot began and was complete in host memory, which is when the writer gets its job.
+
+    Patches ``Snapshot.take`` and ``Writer.submit`` in this process, because nothing else records these times.
+    """
 
     def __init__(self) -> None:
         self.began = self.ended = 0.0
@@ -298,8 +304,11 @@ class Arrival:
 
 
 def contend(name: str, machine: Machine, shape: Shape, rounds: int, folder: Path, compiled: bool) -> dict[str, Any]:
-    """One contender in this process. Before its rounds it saves once without a loop: that allocates and locks the
-    host's memory, and shows of ours how fast the snapshot travels when nothing else does."""
+    """Measure one contender in this process and return its values by round.
+
+    Before the rounds it saves once without a loop, which allocates and pins host memory. For ours this also gives the
+    GB/s of a snapshot on an otherwise idle device.
+    """
     torch.set_num_threads(1)
     state, arrival = Training(machine, shape, compiled), Arrival()
     for _ in range(3):
@@ -335,7 +344,7 @@ def contend(name: str, machine: Machine, shape: Shape, rounds: int, folder: Path
 
 
 def locked_rate(machine: Machine) -> float:
-    """GB/s from the device into pinned host memory: the most that a snapshot can reach."""
+    """Return the GB/s from the device into pinned host memory, the upper bound of a snapshot."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device=machine.device)
     target = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     seconds = machine.seconds(lambda: target.copy_(source, non_blocking=True), 5)
@@ -345,7 +354,7 @@ def locked_rate(machine: Machine) -> float:
 def in_own_process(
     name: str, machine: Machine, depth: int, rounds: int, folder: Path, host_bound: bool = False
 ) -> dict[str, Any]:
-    """One contender, in a folder that is gone afterwards."""
+    """Run `contend` in a fresh process and a temporary folder. Raises TimeoutError, or RuntimeError if it fails."""
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         command = [sys.executable, "-m", "benchmarks.gpu_saving", name, "--depth", str(depth)]
         command += ["--rounds", str(rounds), "--directory", directory]
@@ -364,7 +373,7 @@ def in_own_process(
 
 
 def main() -> int:
-    """One contender's figures as JSON."""
+    """Measure one contender and print its values as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=CONTENDERS)
     parser.add_argument("--depth", type=int, default=DEPTHS[0])

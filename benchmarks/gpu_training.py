@@ -42,15 +42,15 @@ from benchmarks.sd3 import SD3, Shape, batch_of, copy_model, diffusers_model, lo
 
 PEERS: dict[str, Callable[[Shape, Machine], Step]] = {"usual": usual, "strong": strong}
 DRY_PEAK = 1e12
-"""FLOP/s. A CPU has no peak in the table; the dry run takes this one to show that the row is made."""
+"""Peak in FLOP/s for the dry run, because a CPU has none in the table. It only shows that the row is made."""
 APART = "<= 1e-3"
-"""Of two bf16 losses of the same computation after a few steps: sums in another order, rounded to 8 bits."""
+"""Target for the relative difference of two bf16 losses after a few steps. Only the order of sums differs."""
 
 
 def add_mfu(
     found: Found, machine: Machine, name: str, shape: Shape, seconds: list[float], target: str, goal: str
 ) -> None:
-    """Share of the data sheet's peak; where that is not known there is no MFU."""
+    """Add a row of the MFU, relative to the data sheet's bf16 peak. If the peak is unknown, add it to ``absent``."""
     peak = peak_of(machine.device, "bf16")
     if peak is None and not machine.tiny:
         device = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else machine.device.type
@@ -62,7 +62,7 @@ def add_mfu(
 
 
 def timed(machine: Machine, build: Callable[[], Step], steps: int) -> list[float]:
-    """Build, time and let go of one contender."""
+    """Build a contender, return the seconds of each of ``steps`` steps, and free its memory."""
     step = build()
     seconds = machine.seconds(step, steps, warm_up=2 if machine.tiny else 5)
     del step
@@ -71,13 +71,13 @@ def timed(machine: Machine, build: Callable[[], Step], steps: int) -> list[float
 
 
 def ratios(over: list[float], under: list[float]) -> list[float]:
-    """Of steps in order: the contenders do not fit on the device at once, so they are not in turns."""
+    """Return ``over`` / ``under`` by step. The contenders ran one after the other: they do not fit together."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def g1_large(machine: Machine, rate: float, found: Found) -> None:
-    """G1a: SD3-medium's shape. Also G2, on the trainer while it is there. Ours first: a peer that does not fit takes
-    none of it away."""
+    """G1a: SD3-medium's shape; also G2 with the same model. Ours runs first, so that a peer that does not fit costs
+    none of our rows."""
     same_model(machine, found)
     shape, steps = machine.large(), 3 if machine.tiny else 20
     ours = Ours(shape, machine, Options())
@@ -96,13 +96,13 @@ def g1_large(machine: Machine, rate: float, found: Found) -> None:
 
 
 def add_peer(machine: Machine, found: Found, name: str, text: str, shape: Shape, target: str) -> None:
-    """The speed of ours, which has been timed, over one peer; or why there is none."""
+    """Time one peer and add our speed over it as a row, or the reason if it fails. Ours has already been timed."""
     own = found.details["seconds"]["ours"]
     try:
         seconds = timed(machine, lambda: PEERS[name](shape, machine), len(own))
-    except Exception as error:  # mostly no memory left, as it has no part of ours
+    except Exception as error:  # usually out of memory; our own rows are complete
         found.fails(text, in_words(error))
-        # The error's frames hold what the peer had allocated.
+        # The frames of the traceback hold tensors of the peer.
         traceback.clear_frames(error.__traceback__)
         machine.release()
         return
@@ -112,7 +112,7 @@ def add_peer(machine: Machine, found: Found, name: str, text: str, shape: Shape,
 
 @torch.no_grad()
 def same_model(machine: Machine, found: Found) -> None:
-    """The peers train diffusers' model, we train ours: with its weights, two blocks in fp32, the output is the same."""
+    """Add a row of the output difference, in fp32, of our model to diffusers' with the same weights, at two blocks."""
     if not has_diffusers():
         return
     shape = replace(machine.large(), depth=2, batch=2)
@@ -131,8 +131,8 @@ def same_model(machine: Machine, found: Found) -> None:
 
 
 def against_raw(machine: Machine, ours: Ours, found: Found, where: str, target: str) -> None:
-    """G2: the recipes' whole step over raw loops around the same model, in turns, once their losses are known to be
-    the same; waits of a step. The one with a target clips and averages in the kernel of AdamW, as the trainer does."""
+    """G2: the recipes' whole step against raw loops around the same model, in turns, after a check that their losses
+    agree; and its waits. The loop with a target clips and updates the EMA in AdamW's kernel, as the trainer does."""
     same_losses(ours, found, where)
     rounds, repeats = (2, 1) if machine.tiny else (6, 5)
     times: dict[str, list[float]] = {"trainer": [], "raw": [], "by hand": []}
@@ -151,11 +151,11 @@ def against_raw(machine: Machine, ours: Ours, found: Found, where: str, target: 
 
 
 RAW = {"raw": True, "by hand": False}
-"""Raw loops, and whether clip and average are in the kernel of AdamW."""
+"""Raw loops by name. True: clip and EMA run in the kernel of AdamW."""
 
 
 def same_losses(ours: Ours, found: Found, where: str, steps: int = 4) -> None:
-    """All from the same weights: the first loss shows the forward, the later ones gradient, clip and optimizer."""
+    """Compare losses from equal weights. The first tests the forward, the others gradient, clip and optimizer."""
     weights = ours.weights()
     ours.begin_again(weights)
     losses = {"trainer": [(ours.step(), ours.loss())[1] for _ in range(steps)]}
@@ -170,7 +170,7 @@ def same_losses(ours: Ours, found: Found, where: str, steps: int = 4) -> None:
 
 
 def g1_long(machine: Machine, rate: float, found: Found) -> None:
-    """G1b: 4096 image tokens; then heads of 128, where there is time for them."""
+    """G1b: 4096 image tokens, then heads of width 128. Raises TimeoutError if too little time is left for these."""
     cases = (
         ("4096 + 154 tokens", machine.long(), ">= 0.42", ">= 0.45", 0),
         ("heads of 128: 1024 + 154 tokens", machine.wide_heads(), ">= 0.45", ">= 0.50", 60),
@@ -184,7 +184,7 @@ def g1_long(machine: Machine, rate: float, found: Found) -> None:
 
 
 def g1_small(machine: Machine, rate: float, found: Found) -> None:
-    """G1c and the small half of G2: a step bound by launches."""
+    """G1c, and G2 at a launch-bound step."""
     shape, steps = machine.small(), 3 if machine.tiny else 40
     script = timed(machine, lambda: usual(shape, machine), steps)
     ours = Ours(shape, machine, Options("reduce-overhead"))
@@ -197,7 +197,7 @@ def g1_small(machine: Machine, rate: float, found: Found) -> None:
 
 
 def g1_float8(machine: Machine, rate: float, found: Found) -> None:
-    """G1d: the same in float8."""
+    """G1d: the large step in float8 against bf16. Raises if the device has no float8."""
     refuse_float8("tensorwise", machine.device, "bf16", "single")
     shape, steps = machine.large(), 3 if machine.tiny else 10
     plain = timed(machine, lambda: Ours(shape, machine, Options()).step, steps)
@@ -215,14 +215,14 @@ KERNELS = {
     "compiled elementwise kernels": ("triton_poi",),
     "compiled reductions": ("triton_red", "triton_per"),
 }
-"""Kinds of kernels, by words of their names. The first that fits counts."""
+"""Kinds of kernels, with substrings of their names. The first match counts."""
 
 
 TRACED_STEPS = 2
 
 
 def trace(machine: Machine, rate: float, found: Found) -> None:
-    """Where the time of G1's large step goes, by kind of kernel, and what our heuristics of the compiler gain."""
+    """Add rows of the time of G1's large step by kind of kernel, and of the gain by our compiler heuristics."""
     if machine.device.type != "cuda":
         found.absent["trace"] = "kernels are those of a GPU"
         return
@@ -246,7 +246,7 @@ def trace(machine: Machine, rate: float, found: Found) -> None:
 
 
 def traced(machine: Machine) -> tuple[list[float], dict[str, float]]:
-    """Return the seconds of eight steps, and the milliseconds of each kernel in a step of those that follow."""
+    """Return the seconds of eight steps, and the milliseconds per step of each kernel in the steps after them."""
     ours = Ours(machine.large(), machine, Options())
     seconds = machine.seconds(ours.step, 8, warm_up=5)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -256,20 +256,20 @@ def traced(machine: Machine) -> tuple[list[float], dict[str, float]]:
         machine.wait()
     kernels: dict[str, float] = {}
     for event in profile.events():
-        # A "#" names a stretch of the host's program, which the trace repeats for the device.
+        # A "#" marks a range of the host's program, which the trace repeats for the device.
         if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:
             kernels[event.name] = kernels.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / TRACED_STEPS
     return seconds, kernels
 
 
 def longest(kernels: dict[str, float]) -> dict[str, float]:
-    """Return those that take most of a step, by their names' beginning."""
+    """Return the 40 kernels that take the most time, longest first, with names cut to 200 characters."""
     return {name[:200]: ms for name, ms in sorted(kernels.items(), key=lambda item: -item[1])[:40]}
 
 
 @contextmanager
 def torch_heuristics() -> Generator[None]:
-    """Compile as torch does without `accel_train.speed.inductor`."""
+    """Compile in the body with torch's defaults, without `accel_train.speed.inductor`."""
     import torch._inductor.config as settings
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
@@ -286,7 +286,7 @@ def torch_heuristics() -> Generator[None]:
 
 
 def kind_of(kernel: str) -> str:
-    """Of `KERNELS`, by the name of a kernel."""
+    """Return the kind of a kernel, a key of `KERNELS` or "other kernels"."""
     for kind, words in KERNELS.items():
         if any(word in kernel for word in words):
             return kind
@@ -297,10 +297,10 @@ G4_TARGETS: dict[str, tuple[str | None, str]] = {"selective": ("<= 0.5", "<= 1.1
 
 
 def g4(machine: Machine, rate: float, found: Found) -> None:
-    """Memory and time of each mode, forward and backward of the long shape.
+    """Measure memory and time of each mode of activation checkpointing: forward and backward of the long shape.
 
-    What the forward leaves for the backward is what is called activation memory; it holds bf16 copies of weights too.
-    At its peak a step also holds gradients.
+    Activation memory is what the forward keeps for the backward, bf16 copies of the weights included. The peak of a
+    step also includes gradients.
     """
     none = found.details["none"] = activations(machine, "none")
     machine.release()
@@ -314,7 +314,7 @@ def g4(machine: Machine, rate: float, found: Found) -> None:
 
 
 def activations(machine: Machine, mode: str) -> dict[str, Any]:
-    """Seconds of each forward and backward in one mode, and bytes of the device."""
+    """Return the seconds of each forward and backward in one mode, and its bytes kept and at the peak."""
     ours = Ours(machine.long(), machine, Options(checkpointing=mode))
     held, kept = machine.held_bytes(), [0]
 
@@ -331,7 +331,7 @@ def activations(machine: Machine, mode: str) -> dict[str, Any]:
 
 
 def g6(machine: Machine, rate: float, found: Found) -> None:
-    """Compile times, each in a process of its own with an empty cache; block by block also with a full one."""
+    """Measure compile times in processes of their own with an empty cache; block by block also with a warm one."""
     shape = compiled_shape(machine)
     text = f"{shape.depth} blocks" + (f", a dry run with {machine.backend}" if machine.tiny else "")
     with tempfile.TemporaryDirectory() as cache:
@@ -349,12 +349,12 @@ def g6(machine: Machine, rate: float, found: Found) -> None:
 
 
 def compiled_shape(machine: Machine) -> Shape:
-    """SD3-medium's with two rows: compile times do not depend on how many."""
+    """Return the large shape with two rows. Compile times do not depend on the number of rows."""
     return replace(machine.large(), batch=2)
 
 
 def in_own_process(way: str, cache: str, machine: Machine) -> dict[str, Any]:
-    """``compile_once`` with this directory as the compiler's cache."""
+    """Run ``compile_once`` in a fresh process with ``cache`` as the compiler's cache directory; return its result."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--compile_once", way, "--directory", cache]
     command += ["--tiny"] if machine.tiny else []
     given = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -365,9 +365,9 @@ def in_own_process(way: str, cache: str, machine: Machine) -> dict[str, Any]:
 
 
 def compile_once(way: str, machine: Machine) -> dict[str, Any]:
-    """Time of the first forward and backward, which compile, and of later ones; graphs that were made.
+    """Return the seconds of the first forward and backward, which compile, and of later ones; and the graph count.
 
-    Both ways with the attention and the heuristics of the compiler that a run of ours has.
+    Both variants use the attention and the compiler heuristics of our runs.
     """
     from torch._dynamo.utils import counters
 

@@ -1,10 +1,11 @@
-"""Initial weights of FSDP2 on one host: built by one process and mapped by the others, beside built by each.
+"""Initial weights of FSDP2 on one host: built by one process and mapped by the others, against built by each.
 
     python -m benchmarks.host_weights --output benchmarks/results/host_weights_cpu.json
 
-Four new processes for each measurement, in turns; 1 GiB of weights in linear layers. Memory is the most that the
-processes hold while the model is built: their own and that of memory files. Time is until every process has its model.
-Four that build at once on two cores wait for each other; with a core for each they would take about as long as one.
+Each measurement starts four new processes, the two variants alternate, and the model is 1 GiB of linear layers. Memory
+is the peak of all processes while the model is built, private and shared. Time is until every process has its model.
+Four processes that build at once on two cores wait for each other. With a core for each they would take about as long
+as one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODULE = "benchmarks.host_weights"
 
 
 def kib(path: str, field: str) -> int:
-    """A line such as `RssAnon: 12 kB`."""
+    """Return the KiB of ``field`` in a file with lines such as `RssAnon: 12 kB`. Raises LookupError without it."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
@@ -43,14 +44,14 @@ def kib(path: str, field: str) -> int:
 
 
 def held(processes: Sequence[int]) -> int:
-    """Bytes that the processes hold for themselves or in memory files."""
+    """Return the bytes of private memory of these processes, plus all shared memory of the machine."""
     own = sum(kib(f"/proc/{process}/status", "RssAnon") for process in processes)
     return 1024 * (own + kib("/proc/meminfo", "Shmem"))
 
 
 @contextmanager
 def most(processes: Sequence[int]) -> Generator[list[int]]:
-    """What they hold: at the start, and the most from then on."""
+    """Sample `held` every 5 ms in the body. Yields a list of the bytes at the start and the peak since then."""
     found = [held(processes)] * 2
     ended = threading.Event()
 
@@ -68,7 +69,7 @@ def most(processes: Sequence[int]) -> Generator[list[int]]:
 
 
 def work(way: str, width: int, layers: int) -> dict[str, Any]:
-    """What one process measures; the same on each."""
+    """Measure on this process. Collective: every process runs it and returns its own results."""
     torch.set_num_threads(1)
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
     rehearsal.connect("fsdp", timedelta(minutes=10))
@@ -92,7 +93,7 @@ def work(way: str, width: int, layers: int) -> dict[str, Any]:
 
 
 def rows_of(once: Sequence[dict[str, Any]], each: Sequence[dict[str, Any]]) -> list[Row]:
-    """Those of the first process, which sees the memory of all."""
+    """Return the rows from the results of rank 0, which measures the memory of all processes."""
     memory = f"memory of {PROCESSES} processes of a host over the weights"
     times = [b["seconds"] / a["seconds"] for a, b in zip(once, each, strict=True)]
     return [
@@ -103,14 +104,14 @@ def rows_of(once: Sequence[dict[str, Any]], each: Sequence[dict[str, Any]]) -> l
 
 
 def main() -> int:
-    """Start the processes in turns and write what the first of each found."""
+    """Measure both variants in turns and write the results of rank 0. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--worker", choices=WAYS, help="be one of the processes")
     options = parser.parse_args()
     if options.worker:
         answer(work(options.worker, *((64, 2) if options.tiny else (WIDTH, LAYERS))))
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    # New processes each time: one that has built a model before keeps memory for the next.
+    # New processes each time, because one that has built a model keeps freed memory for the next.
     for _ in range(2 if options.tiny else options.rounds):
         for way, rounds in found.items():
             rounds.append(on_processes(MODULE, [way, *(["--tiny"] if options.tiny else [])], PROCESSES))

@@ -1,15 +1,15 @@
-"""C1: what each way to train costs the host per optimizer step, over a raw torch loop.
+"""C1: host time per optimizer step of each way to train, over a raw torch loop.
 
     python -m benchmarks.loop --output benchmarks/results/loop_cpu.json
 
-Two small linear layers, 4 rows of 8, fp32, fused AdamW, the norm clipped to 1: nearly all of a step is the host's work.
-Ours is the loop of the recipe between the loss and the next batch: gradient window, optimizer, zero_grad, throughput,
-losses by sample, comparisons of the processes, recorder and the saver's boundary, at steps that neither log nor save.
-Accelerate's is its own idiom: prepare, accumulate, backward, clip, step. All ways run in turns in one process on one
-thread; time is that of the thread.
+Two small linear layers, 4 rows of 8, fp32, fused AdamW, gradients clipped to norm 1: nearly all of a step is work of
+the host. Ours is the loop of a recipe from the loss to the next batch, at steps that neither log nor save: gradient
+window, optimizer, zero_grad, throughput, losses by sample, comparisons of the processes, recorder, and the saver's
+check. Accelerate's is its own idiom: prepare, accumulate, backward, clip, step. All contenders run in turns in one
+process on one thread, and time is thread time.
 
-Reads are calls that take a number from a tensor to the host, for which a GPU would have to be waited for; they are
-counted on one step of our loop.
+Reads are calls that bring a number from a tensor to the host, for which the host would have to wait for a GPU. They are
+counted in one step of our loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_NORM = 1.0
 
 
 def start() -> tuple[nn.Module, Tensor, Tensor]:
-    """Model and data, the same for every way."""
+    """Return the model, inputs and targets, the same for every contender."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     return model, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -60,11 +60,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 Step = Callable[[], Tensor | StepResult]
-"""One optimizer step; what the loss can be read from."""
+"""One optimizer step. Returns the loss or a result that has it."""
 
 
 def raw() -> Step:
-    """What a person would write without any library."""
+    """Return the step of a hand-written loop without any library."""
     model, x, y = start()
     optimizer = adamw(model)
 
@@ -80,7 +80,7 @@ def raw() -> Step:
 
 
 def accelerates(accelerator: Accelerator) -> Step:
-    """The idiom of Accelerate's documentation."""
+    """Return the step in the idiom of Accelerate's documentation."""
     plain, x, y = start()
     model, optimizer = accelerator.prepare(plain, adamw(plain))
 
@@ -99,7 +99,7 @@ def accelerates(accelerator: Accelerator) -> Step:
 
 @contextmanager
 def ours(accelerator: Accelerator, folder: Path, kind: type[torch.optim.Optimizer] = FusedAdamW) -> Iterator[Step]:
-    """The loop of the recipes, between two log points."""
+    """Yield the step of the recipes' loop between two log points, with an optimizer of class ``kind``."""
     plain, x, y = start()
     # Two groups, as a recipe has them.
     groups = [{"params": [layer.weight for layer in plain]}, {"params": [layer.bias for layer in plain]}]
@@ -127,7 +127,7 @@ def ours(accelerator: Accelerator, folder: Path, kind: type[torch.optim.Optimize
 
 
 def fabrics() -> Step:
-    """Lightning Fabric's idiom."""
+    """Return the step in the idiom of Lightning Fabric."""
     from lightning_fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -146,7 +146,7 @@ def fabrics() -> Step:
 
 
 class Trained(nn.Module):
-    """The model as the Trainer wants it."""
+    """The model with the interface of HF's Trainer: the forward returns the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Trained(nn.Module):
 
 
 def trainers(steps: int, folder: Path) -> Callable[[], float]:
-    """Seconds of thread time per step in one run of HF's Trainer, the first steps and its set-up left out."""
+    """Return a function that runs HF's Trainer and returns thread seconds per step, without set-up and first steps."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     plain, x, y = start()
@@ -193,7 +193,7 @@ def trainers(steps: int, folder: Path) -> Callable[[], float]:
 
 
 def same_losses(ways: dict[str, Step], steps: int = 20) -> None:
-    """Every way is the same training."""
+    """Assert that every contender has the same losses, to a relative tolerance of 1e-5."""
     results = {name: [step() for _ in range(steps)] for name, step in ways.items()}
     losses = {n: [r.loss if isinstance(r, StepResult) else r for r in found] for n, found in results.items()}
     for name, found in losses.items():
@@ -201,10 +201,10 @@ def same_losses(ways: dict[str, Step], steps: int = 20) -> None:
 
 
 def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
-    """All ways in turns; rows, details, absent peers."""
+    """Time all contenders in turns; return rows, details and absent peers."""
     absent: dict[str, str] = {}
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    trainer = trainers(steps, folder / "trainer")  # first: its arguments reset Accelerate's state
+    trainer = trainers(steps, folder / "trainer")  # first, because TrainingArguments resets Accelerate's state
     accelerator = Accelerator(cpu=True)
     with ExitStack() as stack:
         mine = stack.enter_context(ours(accelerator, folder / "run"))
@@ -235,7 +235,7 @@ def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str,
 
 
 def repeated(step: Step, steps: int) -> Callable[[], object]:
-    """What one round runs."""
+    """Return a function that takes ``steps`` steps."""
 
     def run() -> None:
         for _ in range(steps):
@@ -245,7 +245,7 @@ def repeated(step: Step, steps: int) -> Callable[[], object]:
 
 
 def remembering(run: Callable[[], object]) -> Callable[[], object]:
-    """With Accelerate's lookups remembered, as the recipes have it; put back, for its own idiom in the same process."""
+    """Return ``run`` with Accelerate's lookups cached as in the recipes, and restored after it for the other ways."""
     looks = accelerate_optimizer.is_lomo_available
     remember_lookups()
     remembers = accelerate_optimizer.is_lomo_available
@@ -260,15 +260,15 @@ def remembering(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def count_reads(step: Step) -> dict[str, int]:
-    """Of one step, by kind."""
+    """Return the number of reads in one step, by call."""
     with HostReads() as reads:
         step()
     return dict(reads.counts)
 
 
 def collections(step: Step, steps: int) -> dict[str, float]:
-    """Milliseconds of garbage collection: the longest that Python starts by itself in so many steps; a full one, which
-    it starts at a step of its choice once enough has been allocated; the longest at log points with all else frozen."""
+    """Return milliseconds of garbage collections: the longest that Python starts by itself in ``steps`` steps, a full
+    one (which it starts at an arbitrary step), and the longest at log points with all other objects frozen."""
     taken: list[float] = []
 
     def note(phase: str, _: dict[str, int]) -> None:
@@ -294,7 +294,7 @@ def collections(step: Step, steps: int) -> dict[str, float]:
 
 
 def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[str, float]) -> list[Row]:
-    """Microseconds over the raw loop, and what is held against them."""
+    """Return the rows. ``over`` has microseconds per step over the raw loop, by contender and round."""
     names = {
         "torch": "our loop with torch's fused AdamW, as all others have it,",
         "looking": "our loop, Accelerate's two lookups per step left as they are,",
@@ -318,7 +318,7 @@ def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[st
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=20)
     parser.add_argument("--steps", type=int, default=200, help="of each way in each round")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Folders of pipelines to simulate: the denoiser has the published sizes and no weights, the rest is tiny.
+"""Folders of pipelines to simulate: the denoiser has the published config, everything else is tiny.
 
-The simulator builds a denoiser from its config alone. Text encoders and VAE encode real captions and pictures, so they
-are those of the tests, of a few thousand values, with the outputs of the real ones: as wide, as many tokens, as many
-channels, and as many pixels to a latent.
+The simulator builds a denoiser from its config alone. Text encoders and VAE do encode captions and pictures, so they
+are the tiny ones of the tests, with a few thousand values and the output shapes of the real ones: width, number of
+tokens, channels, and pixels per latent.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ PICTURES = 4
 
 @dataclass(frozen=True)
 class Published:
-    """A published model: what its config has in place of diffusers' defaults."""
+    """A published model, by the values of its config that differ from diffusers' defaults."""
 
     pipeline: str
-    """Of `tests/domains/images/tiny_pipelines.py`."""
+    """Name in `tests/domains/images/tiny_pipelines.py`."""
     sizes: dict[str, Any]
-    """Of the denoiser."""
+    """Config values of the denoiser."""
     text: dict[str, int] = field(default_factory=dict)
     """Width of each text encoder."""
     channels: int = 16
-    """Of its latents."""
+    """Channels of the latents."""
 
 
 def _sd3(depth: int, heads: int, positions: int, dual: int = 0, norm: str | None = None) -> Published:
@@ -45,7 +45,7 @@ def _sd3(depth: int, heads: int, positions: int, dual: int = 0, norm: str | None
 
 def _klein(double: int, single: int, heads: int, text: int) -> Published:
     sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": heads}
-    # Three layers of the text encoder side by side.
+    # The conditioning concatenates three layers of the text encoder.
     sizes |= {"joint_attention_dim": 3 * text, "guidance_embeds": False}
     return Published("flux2", sizes, {"text_encoder": text}, channels=32)
 
@@ -72,7 +72,7 @@ MODELS: dict[str, Published] = {
     "Stable Diffusion 3.5 medium": _sd3(24, 24, 384, dual=13, norm="rms_norm"),
     "Stable Diffusion 3.5 large": _sd3(38, 38, 192, norm="rms_norm"),
     "FLUX.1-dev": Published("flux", {"guidance_embeds": True}, {"text_encoder": 768, "text_encoder_2": 4096}),
-    # As klein: the pipelines differ in their text encoders, and their denoisers have one class.
+    # In the pipeline of klein: the two differ in their text encoders, and their denoisers share one class.
     "FLUX.2-dev": Published("flux2", {}, {"text_encoder": 5120}, channels=32),
     "FLUX.2-klein-4B": _klein(5, 20, 24, 2560),
     "FLUX.2-klein-9B": _klein(8, 24, 32, 4096),
@@ -80,11 +80,11 @@ MODELS: dict[str, Published] = {
     "Qwen-Image": Published("qwen_image", {}, {"text_encoder": 3584}),
     "Z-Image": Published("z_image", {}, {"text_encoder": 2560}),
 }
-"""Their other sizes are the defaults of diffusers' classes."""
+"""Models by name. Sizes not given are the defaults of diffusers' classes."""
 
 
 def save(model: Published, folder: Path) -> Path:
-    """Write the pipeline into `folder`, and return it."""
+    """Write the pipeline into `folder` and return `folder`."""
     pipeline = tiny.make(model.pipeline)
     torch.manual_seed(0)
     changed = {name: _text(getattr(pipeline, name), width) for name, width in model.text.items()}
@@ -97,18 +97,18 @@ def save(model: Published, folder: Path) -> Path:
     part = "unet" if hasattr(pipeline, "unet") else "transformer"
     kind = type(getattr(pipeline, part))
     config = {"_class_name": kind.__name__, **model.sizes}
-    # Its weights stay the tiny ones, which a simulation names and does not read.
+    # The weights stay the tiny ones: a simulation names the files but does not read them.
     (folder / part / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
 def _text(encoder: Any, width: int) -> Any:
-    """A text encoder like this one with outputs of another width."""
+    """Return a text encoder like ``encoder`` with outputs of this width."""
     sizes = encoder.config.to_dict()
     kind = type(encoder)
     name = kind.__name__
     if name.startswith("CLIP"):
-        # As wide as the heads: a projection is as wide as the model in all of these.
+        # In all of these models the projection is as wide as the hidden states.
         sizes |= {"hidden_size": width, "projection_dim": width, "max_position_embeddings": CLIP_TOKENS}
     elif name.startswith("T5"):
         sizes["d_model"] = width
@@ -125,9 +125,9 @@ def _text(encoder: Any, width: int) -> Any:
 
 # ---------------------------------------------------------------------------------------------------------------- VAEs
 LEVELS = 4
-"""Of a VAE with 8 pixels to a latent."""
+"""Levels of a VAE with 8 x 8 pixels per latent."""
 DEEP_LEVELS = 6
-"""Of Sana's, with 32."""
+"""Levels of Sana's VAE, with 32 x 32 pixels per latent."""
 
 
 def _kl(channels: int) -> Any:
@@ -156,7 +156,7 @@ def _dc(channels: int) -> Any:
     from diffusers import AutoencoderDC
 
     blocks: dict[str, Any] = {f"{part}_block_types": "ResBlock" for part in ("encoder", "decoder")}
-    # Its last level is at least as wide as a latent.
+    # The last level must be at least as wide as a latent.
     widths = (8,) * (DEEP_LEVELS - 1) + (channels,)
     blocks |= {f"{part}_block_out_channels": widths for part in ("encoder", "decoder")}
     blocks |= {f"{part}_layers_per_block": (1,) * DEEP_LEVELS for part in ("encoder", "decoder")}
@@ -182,5 +182,5 @@ VAES: dict[str, Callable[[int], Any]] = {
 
 
 def save_pictures(folder: Path) -> Path:
-    """Write pictures with captions into `folder`, and return it."""
+    """Write pictures with captions into `folder` and return the folder."""
     return drawn.folder_of(folder, *PICTURES * [(SIDE, SIDE)])

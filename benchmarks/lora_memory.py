@@ -3,17 +3,17 @@
     python -m benchmarks.lora_memory --output benchmarks/results/lora_memory.json
     python -m benchmarks.lora_memory --only FLUX.1-dev --output FILE
 
-Each published model is simulated as by `accel-train simulate`, with its real sizes on tensors without memory, in bf16
-with adapters of rank 16, in each mode of activation checkpointing. Half an hour on two quiet cores. An existing FILE is
-continued: what it has is not simulated again. What a process holds at its peak beside weights, gradients and the
-optimizer's state are "activations": those of the forward, temporaries of the backward, the batch, and the denoiser's
-buffers.
+Each published model is simulated as by `accel-train simulate`, at its real size on tensors without memory, in bf16 with
+adapters of rank 16, in each mode of activation checkpointing. This takes half an hour on two quiet cores. An existing
+FILE is continued: steps it already has are not simulated again. Everything that a process holds at its peak besides
+weights, gradients and optimizer state counts as "activations": those of the forward, temporaries of the backward, the
+batch, and the denoiser's buffers.
 
-Steps of two sizes give the GiB of each picture and of each of its megapixels in a mode, and another micro-batch those
-that stay whatever it is. For some models a further step tells how far they hold elsewhere. All captions have the most
-tokens. VAEs are in fp32.
+Steps at two picture sizes give the GiB per picture and per megapixel in each mode, and a step with another micro-batch
+gives the GiB that do not depend on the micro-batch. For some models a further step checks the estimate at another
+point. All captions have the maximum number of tokens. VAEs are in fp32.
 
-Not in the figures: workspaces of kernels, the CUDA context, fragmentation, and weights in 8 or 4 bits.
+Not included: workspaces of kernels, the CUDA context, fragmentation, and weights in 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MEGAPIXEL = 1 << 20
 DIGITS = 3
 MODES = ("none", "selective", "full")
 RESTING = (PARAMETERS, GRADIENTS, OPTIMIZER, EMA, BESIDE)
-"""What an estimate counts by itself."""
+"""Categories that an estimate of memory computes separately from the activations."""
 EXPERIMENT = "lora_tune --precision bf16 --lora.rank 16 --lora.base_precision bf16 --data.heldout_fraction 0".split()
 CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -66,20 +66,20 @@ class Task(NamedTuple):
 SMALL: Point = (512, 1)
 LARGE: Point = (1024, 1)
 TWO: Point = (1024, 2)
-"""In mode none alone: buffers and copies of adapters are the same in each mode, or fewer."""
+"""In mode none only: in the other modes buffers and copies of adapters are the same or smaller."""
 ELSEWHERE: Point = (768, 3)
-"""In mode full, whose peak may move to another part of the model with the size."""
+"""In mode full only, where the peak may move to another part of the model with the size."""
 CHECKED = ("Stable Diffusion XL", "FLUX.1-dev", "FLUX.2-klein-4B", "Sana 1.6B")
 
 
 def tasks_of(model: str) -> list[Task]:
-    """The steps to simulate of a model."""
+    """Return the steps to simulate for a model."""
     further = {"none": [TWO], "full": [ELSEWHERE] if model in CHECKED else []}
     return [Task(model, mode, *point) for mode in MODES for point in (SMALL, LARGE, *further.get(mode, []))]
 
 
 def simulate(folder: Path, task: Task) -> dict[str, Any]:
-    """Count one step, in a process that has done nothing else."""
+    """Simulate one step and return its counts. Call it in a fresh process, because it changes the environment."""
     os.environ.update(CPU)
     torch.set_num_threads(1)
     base = folder / task.model
@@ -106,14 +106,14 @@ def simulate(folder: Path, task: Task) -> dict[str, Any]:
 
 
 def _longest_prompts(model: str) -> AbstractContextManager[Any]:
-    """Take all tokens of Z-Image's prompts: its step reads how many there are, and simulated tensors have no values."""
+    """Make Z-Image use all tokens of a prompt. Its step reads their number, and simulated tensors have no values."""
     if model != "Z-Image":
         return nullcontext()
     return mock.patch.object(flow_transformers, "_as_list", lambda given: list(given["prompt"].unbind(0)))
 
 
 def figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of one model from its steps."""
+    """Return parameter counts and the GiB of one model: fixed, and per picture and megapixel in each mode."""
     gib = {Task(*(step[name] for name in Task._fields)): step["gib"] for step in steps}
     model = steps[0]["model"]
     megapixels = [side**2 / MEGAPIXEL for side, _ in (SMALL, LARGE)]
@@ -137,7 +137,7 @@ def figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def vae_figures() -> dict[str, Any]:
-    """GiB of a megapixel of each VAE, from pictures of 1024 pixels, and of how much it differs at 512."""
+    """Return the GiB per megapixel of each VAE, encoding and decoding, from pictures of side 1024 and of side 512."""
     found: dict[str, Any] = {}
     for name in lora_vaes.VAES:
         found[name] = {}
@@ -149,13 +149,13 @@ def vae_figures() -> dict[str, Any]:
 
 def _child(arguments: tuple[Path, Task]) -> dict[str, Any]:
     folder, task = arguments
-    # Notices of the run would hide the lines of this script.
+    # Hide notices of the run, so that only the lines of this script show.
     with open(os.devnull, "w") as nowhere, mock.patch.object(sys, "stdout", nowhere):
         return simulate(folder, task)
 
 
 def run(tasks: Sequence[Task], jobs: int) -> Iterator[dict[str, Any]]:
-    """Simulate steps, each in a process of its own, forked from this one with its imports."""
+    """Simulate steps, ``jobs`` at a time, each in a process forked from this one; yield results as they complete."""
     with tempfile.TemporaryDirectory(prefix="lora-memory-") as directory:
         folder = Path(directory)
         for name in {task.model for task in tasks}:
@@ -166,7 +166,7 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[dict[str, Any]]:
 
 
 def write(path: Path, steps: Sequence[Mapping[str, Any]], vaes: Mapping[str, Any]) -> None:
-    """Write the steps so far, and the figures of the models that are complete."""
+    """Write the steps so far, and the `figures` of the models with all steps."""
     models: dict[str, Any] = {}
     ordered: list[Mapping[str, Any]] = []
     for name in lora_bases.MODELS:
@@ -180,14 +180,14 @@ def write(path: Path, steps: Sequence[Mapping[str, Any]], vaes: Mapping[str, Any
 
 
 def main() -> int:
-    """Simulate, and write the table after each step."""
+    """Simulate the missing steps and write the file after each. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write, or to continue")
     parser.add_argument("--only", nargs="+", choices=lora_bases.MODELS, default=list(lora_bases.MODELS))
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Imported once, for all processes that are forked.
+    # Imported once, before the processes are forked.
     import_recipe(find_recipe("lora"))
     steps: list[dict[str, Any]] = []
     if options.output.is_file():

@@ -1,4 +1,4 @@
-"""Memory of a VAE that encodes or decodes pictures in fp32, simulated with the published sizes."""
+"""Peak memory of VAEs that encode or decode pictures in fp32, simulated at the published sizes."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ VAES: dict[str, Callable[[], Any]] = {
     "AutoencoderDC": _dc,
     "AutoencoderKLQwenImage": _qwen,
 }
-"""The first one is that of Stable Diffusion 1.x to 3, Flux and Z-Image: they differ in the channels of a latent."""
+"""VAEs by class. AutoencoderKL stands for Stable Diffusion 1.x to 3, Flux and Z-Image, which differ in channels."""
 
 
 def peak_bytes(name: str, side: int, batch: int, work: str) -> int:
-    """The most bytes at once, without the weights, while pictures are encoded, or decoded one after the other."""
+    """Return the peak bytes, without weights, of ``work``: encode or decode ``batch`` pictures of side ``side``."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     vae: Any = build_fake(fake, VAES[name]).eval().requires_grad_(False)
     ledger = Ledger(lambda: ("forward", name), lambda *_: None)

@@ -1,8 +1,8 @@
-"""What every script of the suite shares: rounds in turns, a row with its interval and verdict, facts of the machine.
+"""Shared by all scripts of the suite: rounds in turns, a row with interval and verdict, facts about the machine.
 
-A result file holds the rows that `docs/performance.md` is made of, the environment that they hold for, and details. A
-row is one figure against one target. All ways of a comparison run in one process, in turns; a figure is the median over
-rounds with a bootstrap interval, and a target is missed only where the interval excludes it.
+A result file holds rows, from which `docs/performance.md` is generated, the environment in which they were measured,
+and details. A row is one measurement against one target. All ways of a comparison run in one process, in turns. A value
+is the median over the rounds with a bootstrap interval, and a target is missed only if the interval excludes it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ SCHEMA = 1
 PEERS = ("diffusers", "lightning-fabric", "torchao", "bitsandbytes", "pyarrow", "flash-attn")
 REACHED = {"passed": "reached", "not decided": "not decided", "FAILED": "not reached"}
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)docs/performance.md")
-"""What the suite writes, as git takes it."""
+"""Git pathspecs that exclude the files written by the suite."""
 CPU_ALONE = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 DISTURBED = 1.1
-"""A round is dropped where the matrix product before or after it takes more than this times its median."""
+"""A round is dropped if a matrix product before or after it takes more than this multiple of the median time."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of the page."""
+    """One measurement, a line of the page."""
 
     id: str
-    """Row of the suite: C1 to C10, G0 to G8, or `scaling`."""
+    """Group of the row: C1 to C10, G0 to G8, or a name such as `scaling`."""
     name: str
-    """What is measured, in words; against what."""
+    """Text that says what is measured, and against what."""
     unit: str
-    """`x` for a ratio; else the unit of the value."""
+    """Unit of the value; `x` for a ratio, `count` for an exact number."""
     value: float
-    """Median over the rounds, or the one exact value."""
+    """Median over the rounds, or the single value."""
     interval: tuple[float, float] | None
-    """None for a count, or a single value."""
+    """Interval of the median. None for a count or a single value."""
     rounds: int
     target: str | None
-    """Such as `>= 4.5`; None where the figure is only reported."""
+    """Target such as `>= 4.5`. None if the value is only reported."""
     verdict: str
-    """passed, not decided, FAILED, or reported."""
+    """Result against the target: passed, not decided, FAILED, or reported."""
     goal: str | None = None
-    """What is hoped for beyond the target."""
+    """Condition hoped for beyond the target. It never fails a row."""
     goal_verdict: str | None = None
-    """reached, not decided, or not reached."""
+    """Result against the goal: reached, not decided, or not reached. None without a goal."""
 
 
 def row(
@@ -75,7 +75,7 @@ def row(
     target: str | None = None,
     goal: str | None = None,
 ) -> Row:
-    """A row of the values of its rounds. One value, such as a count, has no interval and decides alone."""
+    """Return a row from the values of its rounds. A single value, such as a count, is exact and has no interval."""
     values = [float(values)] if isinstance(values, (int, float)) else [float(v) for v in values]
     found = estimate(values)
     verdict: str = "reported" if target is None else decide(read_gate(f"value {target}"), values).verdict
@@ -85,7 +85,7 @@ def row(
 
 
 def cells(found: Row) -> tuple[str, str, str, str]:
-    """Value, interval, what it is held against and what came out, as text."""
+    """Return the texts of a row: value, interval, target and goal, and the verdicts."""
     unit = "" if found.unit == "count" else f" {found.unit}"
     between = "" if found.interval is None else f"{found.interval[0]:.4g} to {found.interval[1]:.4g}"
     against = [f"{found.target}{unit}"] if found.target else []
@@ -97,7 +97,7 @@ def cells(found: Row) -> tuple[str, str, str, str]:
 
 
 def line(found: Row) -> str:
-    """A row on the console."""
+    """Return a row as a line for the console."""
     value, between, against, verdict = cells(found)
     parts = [value, *([f"({between})"] if between else []), *([f"against {against}"] if against else [])]
     return f"{found.id:8} {found.name}: {' '.join(parts)}: {verdict}"
@@ -109,29 +109,29 @@ class Rounds:
 
     seconds: dict[str, list[float]]
     of: int
-    """Rounds that were run."""
+    """Number of rounds that were run, disturbed ones included."""
 
     def ratios(self, over: str, under: str) -> list[float]:
-        """Of two ways, in each round."""
+        """Return the ratio of the times of two ways, by round."""
         return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
 
     def differences(self, of: str, less: str) -> list[float]:
-        """Of two ways, in each round, in seconds."""
+        """Return the difference of the times of two ways in seconds, by round."""
         return [a - b for a, b in zip(self.seconds[of], self.seconds[less], strict=True)]
 
     def median(self, way: str) -> float:
-        """Seconds."""
+        """Return the median seconds of a way."""
         return statistics.median(self.seconds[way])
 
     def summary(self) -> dict[str, Any]:
-        """Smallest and median seconds of each way, for the details of a result."""
+        """Return the smallest and median seconds of each way, for the details of a result."""
         ways = {way: {"least": min(s), "median": statistics.median(s)} for way, s in self.seconds.items()}
         kept = len(next(iter(self.seconds.values())))
         return {"seconds": ways, "rounds_kept": kept, "rounds": self.of}
 
 
 def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 1) -> float:
-    """Time of one call, by this thread's own clock unless told otherwise: other processes hardly move it."""
+    """Return the mean seconds of a call. The default clock is thread time, which other processes hardly affect."""
     started = clock()
     for _ in range(repeats):
         work()
@@ -139,13 +139,13 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.thr
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest, NaN if any is: ``max`` passes over one that follows a number."""
+    """Return the largest value, or NaN if any is NaN, which ``max`` may skip."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def largest_difference(found: Sequence[float], reference: Sequence[float]) -> float:
-    """Relative, of values in order; NaN if one is not a number."""
+    """Return the largest relative difference of two sequences, element by element. NaN if any value is NaN."""
     return largest(abs(a - b) / abs(b) for a, b in zip(found, reference, strict=True))
 
 
@@ -157,8 +157,11 @@ def in_turns(
     warm_up: int = 2,
     clock: Callable[[], float] = time.thread_time,
 ) -> Rounds:
-    """Every way once a round, `repeats` calls each. Rounds that were disturbed are dropped, at most half of them:
-    what is above the median."""
+    """Time every way once per round, `repeats` calls each, and return the undisturbed rounds.
+
+    A round is disturbed if a matrix product beside it is slower than `DISTURBED` times its median over the rounds. At
+    least half of the rounds remain.
+    """
     a = torch.randn(256, 256)
     probe: Callable[[], object] = lambda: a @ a  # noqa: E731
     seconds_of(probe, repeats=200)
@@ -176,7 +179,7 @@ def in_turns(
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, None where it is not there."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -184,12 +187,12 @@ def installed(name: str) -> str | None:
 
 
 def on_cpu() -> None:
-    """Hide every GPU from this process, if it has not used one yet, and from those that it starts."""
+    """Hide all GPUs from this process, unless it has already used one, and from its child processes."""
     os.environ.update(CPU_ALONE)
 
 
 def facts(gpu: bool = False) -> dict[str, Any]:
-    """Hardware, versions, commit and command, without which no figure means anything. ``gpu`` if one was used."""
+    """Return hardware, versions, commit, date and command of this run. ``gpu``: a GPU was used, describe it too."""
     versions = package_versions() | {n: v for n in PEERS if (v := installed(n)) is not None}
     found = {
         "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
@@ -206,7 +209,7 @@ def facts(gpu: bool = False) -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Name, driver and CUDA version of the first GPU."""
+    """Return name, driver and CUDA version of the first GPU."""
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
         capture_output=True,
@@ -217,7 +220,7 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def measured_commit(root: Path = ROOT) -> str | None:
-    """The commit, `-dirty` where a tracked file differs, except those that the suite itself writes."""
+    """Return the commit, with `-dirty` if a tracked file differs that the suite does not write. None without git."""
     commit = git_commit(root)
     if commit is None or not commit.endswith("-dirty"):
         return commit
@@ -227,12 +230,12 @@ def measured_commit(root: Path = ROOT) -> str | None:
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
-    """Absolute paths by their last part: where something lay says nothing about a figure."""
+    """Return the arguments with absolute paths cut to their last part: the folder does not affect a measurement."""
     return [Path(word).name if Path(word).is_absolute() else word for word in arguments]
 
 
 def module_name() -> str:
-    """Of the script that runs, as `python -m` takes it."""
+    """Return the module name of the running script, as for `python -m`."""
     spec: Any = getattr(sys.modules["__main__"], "__spec__", None)
     return str(spec.name) if spec is not None else Path(sys.argv[0]).stem
 
@@ -245,10 +248,9 @@ def write_results(
     absent: Mapping[str, str] | None = None,
     gpu: bool = False,
 ) -> bool:
-    """Print the rows and write the file. `absent` names peers that did not run, with the reason; `gpu` says whether
-    one was used.
+    """Print the rows, write the file if `path` is given, and return True if no target was missed.
 
-    Returns whether no target was missed.
+    `absent` names peers that did not run, with the reason. `gpu`: a GPU was used.
     """
     for found in rows:
         print(line(found), flush=True)
@@ -262,7 +264,7 @@ def write_results(
 
 
 def parser_of(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """Return a parser with the options of every script. ``rounds`` is the default of --rounds."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=rounds)

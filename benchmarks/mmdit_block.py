@@ -1,10 +1,10 @@
-"""C2: our MMDiT block against diffusers' JointTransformerBlock, weights mapped across: time and operators.
+"""C2: our MMDiT block against diffusers' JointTransformerBlock with the same weights: time and operator count.
 
     python -m benchmarks.mmdit_block --output benchmarks/results/mmdit_block_cpu.json
 
-Four blocks of width 256 as in SD3, the last with keys and values only of the text, 256 + 77 tokens, 2 rows, forward and
-backward, one thread. SD3 is SD3-medium's block, SD3.5 has RMSNorm on queries and keys. Outputs and gradients of the
-inputs are compared first.
+Four blocks of width 256 as in SD3, the last of which has only keys and values for the text; 256 + 77 tokens, 2 rows,
+forward and backward on one thread. SD3 is the block of SD3-medium; SD3.5 adds RMSNorm on queries and keys. Outputs and
+gradients of the inputs are compared first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS = 4
 
 
 class Ours(nn.Module):
-    """The blocks as this project has them."""
+    """A stack of this project's blocks."""
 
     def __init__(self, width: int, depth: int, qk_norm: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Ours(nn.Module):
 
 
 class Theirs(nn.Module):
-    """The same blocks of diffusers."""
+    """The same stack of diffusers' blocks."""
 
     def __init__(self, width: int, depth: int, qk_norm: bool) -> None:
         from diffusers.models.attention import JointTransformerBlock
@@ -58,15 +58,15 @@ class Theirs(nn.Module):
 
 
 def copy_linear(target: nn.Linear, *sources: nn.Linear) -> None:
-    """The rows of several layers, one below the other, into one."""
+    """Copy several linear layers into one, in place, concatenated over the output features."""
     target.weight.copy_(torch.cat([source.weight for source in sources]))
     target.bias.copy_(torch.cat([source.bias for source in sources]))
 
 
 def copy_stream(stream: Stream, layers: dict[str, Any], modulation: nn.Linear, ffn: Any) -> None:
-    """One modality of diffusers' block into ours; `layers` by the names q, k, v, out, norm_q, norm_k."""
+    """Copy one modality of diffusers' block into ours; `layers` has the keys q, k, v, out, norm_q and norm_k."""
     copy_linear(stream.modulation.linear, modulation)
-    if stream.out is None or stream.ffn is None:  # diffusers' AdaLayerNormContinuous gives scale, then shift
+    if stream.out is None or stream.ffn is None:  # diffusers' AdaLayerNormContinuous has scale before shift
         for parameter in stream.modulation.linear.parameters():
             parameter.copy_(parameter.roll(parameter.shape[0] // 2, 0))
         copy_linear(stream.qkv, layers["k"], layers["v"])
@@ -82,7 +82,7 @@ def copy_stream(stream: Stream, layers: dict[str, Any], modulation: nn.Linear, f
 
 @torch.no_grad()
 def copy_weights(ours: Ours, theirs: Theirs) -> None:
-    """Every weight of diffusers' blocks into ours."""
+    """Copy all weights of diffusers' blocks into ours."""
     for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
         block: Any = other
         streams: Any = mine.streams
@@ -95,7 +95,7 @@ def copy_weights(ours: Ours, theirs: Theirs) -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Operators that reach torch's dispatcher below autograd, views included."""
+    """Count the operators that reach torch's dispatcher below autograd, views included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Counter(TorchDispatchMode):
 
 
 def step_of(model: nn.Module, inputs: list[Tensor], weights: Tensor) -> Callable[[], list[Tensor]]:
-    """Forward and backward; the output and the gradients of the inputs. Gradients of weights are made and dropped."""
+    """Return a forward and backward that returns output and input gradients. It computes and drops those of weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> list[Tensor]:
@@ -119,7 +119,7 @@ def step_of(model: nn.Module, inputs: list[Tensor], weights: Tensor) -> Callable
 
 
 def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
-    """One kind of block: difference of the results, operators, time."""
+    """Compare results, operators and time of one kind of block; return rows and details."""
     torch.manual_seed(0)
     theirs, ours = Theirs(width, 4, qk_norm), Ours(width, 4, qk_norm)
     copy_weights(ours, theirs)
@@ -145,7 +145,7 @@ def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> 
 
 
 def main() -> int:
-    """Measure both kinds of block."""
+    """Measure both kinds of block and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=11)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--width", type=int, default=256)

@@ -1,11 +1,11 @@
-"""Muon + AdamW against AdamW alone: the demo of recipes/pde.py at a few learning rates, the same for both.
+"""Muon with AdamW against AdamW alone: the demo of recipes/pde.py, both at the same few learning rates.
 
     python -m benchmarks.muon --output benchmarks/results/muon_cpu.json      # two runs at a time, one core each
 
-Asked is whether Muon reaches the loss that AdamW ends with at its best learning rate, after how many steps and seconds.
-The loss is smoothed over the log lines of 150 steps. Both have the same schedule over the same steps, so that what
-falls in the schedule's end falls there for both. Runs of the two optimizers at one learning rate go side by side, so
-that what the machine does meanwhile it does to both; seconds are processor time of one thread, from the first step on.
+The question is whether Muon reaches AdamW's final loss at its best learning rate, and after how many steps and seconds.
+The loss is smoothed over the log lines of 150 steps. Both use the same schedule over the same steps, so that its end
+lowers the loss of both. The two runs at one learning rate are concurrent, so that other load on the machine affects
+both alike. Seconds are processor time since the first log line.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.method import ROOT, Row, on_cpu, row, write_results
 
 OPTIMIZERS = ("adamw", "muon")
 RATES = (7.5e-4, 1.5e-3, 3e-3)
-"""Half of the demo's learning rate, the demo's, and twice that."""
+"""Half the learning rate of the demo, the demo's own, and twice that."""
 SMOOTHED_STEPS = 150
 
 
 def start(optimizer: str, lr: float, directory: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """One run, in the background."""
+    """Start one run in the background, on one thread, with its output in ``directory``.log."""
     command = [sys.executable, "recipes/pde.py", "--optimizer.name", optimizer, "--optimizer.lr", str(lr)]
     command += ["--output_dir", str(directory), "--log.log_every", "10", *options.flags]
     command += ["--max_steps", str(options.max_steps)] if options.max_steps else []
@@ -41,7 +41,7 @@ def start(optimizer: str, lr: float, directory: Path, options: argparse.Namespac
 
 
 def curve(directory: Path) -> list[tuple[int, float, float]]:
-    """(step, processor seconds since the first log line, smoothed loss) of each log line."""
+    """Return (step, processor seconds since the first log line, smoothed loss) of each log line."""
     lines = last_pass(read_metrics(directory / "metrics.jsonl"), "train")
     begin = float(lines[0]["processor_seconds"])
     points = [(int(x["step"]), float(x["processor_seconds"]) - begin, float(x["loss"])) for x in lines]
@@ -53,7 +53,7 @@ def curve(directory: Path) -> list[tuple[int, float, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweep and write the result."""
+    """Run the sweep and write the result. Returns 1 if a run fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--max_steps", type=int, help="of every run; as the demo says")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 codes = {name: process.wait() for name, process in started.items()}
             finally:
                 for process in started.values():
-                    process.kill()  # where it was broken off
+                    process.kill()  # if the wait was interrupted
                     process.wait()
             for name, code in codes.items():
                 if code:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judged(runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Rows, and a line for each run. ``points`` are those of `curve`."""
+    """Return the rows, and an entry of the table for each run. ``points`` of a run are from `curve`."""
     adamw, muon = ([run for run in runs if run["optimizer"] == name] for name in OPTIMIZERS)
     best = min(adamw, key=lambda run: run["points"][-1][2])
     aim = best["points"][-1][2]
@@ -102,7 +102,7 @@ def judged(runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[dict[str, An
             {"optimizer": run["optimizer"], "lr": run["lr"], "loss": run["points"][-1][2]}
             | {"mean_nrmse": run["mean_nrmse"], "step": reached[0], "seconds": reached[1]}
         )
-    own = next(line for line in table if line["optimizer"] == "adamw" and line["lr"] == best["lr"])  # it has arrived
+    own = next(line for line in table if line["optimizer"] == "adamw" and line["lr"] == best["lr"])  # has a step
     arrived = [line for line in table if line["optimizer"] == "muon" and line["step"]]
     rows = [
         row("muon", "loss at the end, best of Muon over best of AdamW", min(r["points"][-1][2] for r in muon) / aim),

@@ -1,12 +1,12 @@
-"""Everything about the demo that needs one GPU, in one run, written as JSON.
+"""The demo of recipes/mmdit.py under every launch file that one GPU can run, written as JSON.
 
     python -m benchmarks.one_gpu --output benchmarks/results/one_gpu.json
     python -m benchmarks.one_gpu --dry_run            # the same on CPU: rehearsals, three steps each
 
-For every launch file that one GPU can run: fp32 losses against one process, all at once, because no time is taken;
-then, one after the other, 50 steps of the demo in bf16, the time of a step, memory, MFU, which AdamW ran and how long
-the loop waited for data. The file is written after each run. DeepSpeed files are skipped, and say so, where deepspeed
-is not installed; so are runs that ``--limit_seconds`` leaves no time for.
+First all launch files run concurrently in fp32, untimed, to compare their losses with those of a single process. Then
+they run one after the other for 50 steps in bf16, for the time of a step, memory, MFU, the AdamW in use and the data
+wait. The output file is written after each run. DeepSpeed launch files are recorded as skipped if deepspeed is not
+installed, and so are runs for which ``--limit_seconds`` leaves no time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL = "--log.log_every 1 --evaluation.samples 64 --evaluation.timesteps 2 --ev
 
 
 def run(name: str, precision: str, steps: int, folder: Path, dry_run: bool) -> dict[str, Any]:
-    """Train under one launch file; what metrics.jsonl and the log of rank 0 say of it."""
+    """Train under one launch file; return values from metrics and log of rank 0, or the error as ``failed``."""
     directory = folder / f"{name}-{precision}"
     how = "rehearse" if dry_run else "launch"
     file = ROOT / "accelerate_configs" / f"{name}.yaml"
@@ -45,7 +45,7 @@ def run(name: str, precision: str, steps: int, folder: Path, dry_run: bool) -> d
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode != 0:
         said = (done.stdout + done.stderr).splitlines()
-        own = [text for text in said if text.startswith("[rank")]  # torchrun's own lines come after the recipe's
+        own = [text for text in said if text.startswith("[rank")]  # torchrun's lines follow the recipe's
         return {"failed": "\n".join(own or said)[-2000:]}
     lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["event"] == "train"]
     log = (directory / "logs" / "rank_0.log").read_text()
@@ -65,14 +65,14 @@ def run(name: str, precision: str, steps: int, folder: Path, dry_run: bool) -> d
 
 
 def compare(found: dict[str, Any], reference: dict[str, Any]) -> float | None:
-    """Largest relative difference of the losses of two runs of the same experiment."""
+    """Return the largest relative difference of the losses of two runs, or None if one has none."""
     if "losses" not in found or "losses" not in reference:
         return None
     return largest_difference(found["losses"], reference["losses"])
 
 
 def main() -> None:
-    """Run everything and print a table last."""
+    """Run everything and print a line for each run. Exits with 1 if a run failed or a loss is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=50)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def write(path: Path, runs: dict[str, Any], steps: int, gpu: bool) -> None:
-    """What is known by now."""
+    """Write the results of the runs so far."""
     absent = {name: r["skipped"] for name, r in runs.items() if "skipped" in r}
     absent |= dict.fromkeys((name for name, r in runs.items() if "failed" in r), "failed")
     report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(gpu), "absent": absent}
@@ -121,12 +121,12 @@ def write(path: Path, runs: dict[str, Any], steps: int, gpu: bool) -> None:
 
 
 def finite(result: dict[str, Any]) -> bool:
-    """Every logged loss is a number."""
+    """Return True if every logged loss is finite."""
     return all(math.isfinite(loss) for loss in result.get("losses", []))
 
 
 def rows_of(runs: dict[str, Any]) -> list[Row]:
-    """Memory of each run, the step's time of those that were alone, distance to one process of the others."""
+    """Return rows: memory of each run, the step time of bf16 runs, and the loss difference of fp32 runs."""
     found: list[Row] = []
     for name, result in runs.items():
         if "step_seconds" not in result:
@@ -142,7 +142,7 @@ def rows_of(runs: dict[str, Any]) -> list[Row]:
 
 
 def print_run(name: str, result: dict[str, Any]) -> None:
-    """One line, or why there is none."""
+    """Print a line of metrics, or the reason if there are none."""
     if "losses" not in result:
         print(f"{name:<24} {result.get('failed') or result['skipped']}", flush=True)
         return

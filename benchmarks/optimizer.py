@@ -1,8 +1,8 @@
-"""C3: fused AdamW against torch's for-loop, and what a whole step costs: norm, clip, step, moving average.
+"""C3: fused AdamW against torch's for-loop, and the cost of a whole step: norm, clip, step, EMA.
 
     python -m benchmarks.optimizer --output benchmarks/results/optimizer_cpu.json
 
-One thread, ways in turns. A whole step is that of the library: norm, clip within the fused kernel, step, average.
+All ways run in turns on one thread. A whole step is that of this package: norm, clip in the fused kernel, step, EMA.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WORKLOADS = {"74M values in 80 tensors": ([962, 962], 80), "1.25M values in 600 
 STEP = 28
 """Bytes per value of fused AdamW: weight, two moments, each read and written, and the gradient read."""
 WHOLE = STEP + 4 + 12
-"""With the gradient read for its norm, and for the average a weight read and the average read and written."""
+"""Bytes per value of a whole step: plus 4 to read the gradient for its norm, and 12 to update the EMA."""
 TINY = {"2K values in 2 tensors": ([32, 32], 2)}
 
 
 class Tensors(nn.Module):
-    """Parameters with gradients, and nothing to compute."""
+    """``count`` parameters of one shape, with gradients and no forward."""
 
     def __init__(self, shape: list[int], count: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Tensors(nn.Module):
 
 
 def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
-    """The fused step, the for-loop, and the parts of a whole step as the library does them."""
+    """Return the functions to time: steps of AdamW, the EMA, and whole steps as this package takes them."""
     torch.manual_seed(0)
     model, other = Tensors(shape, count), Tensors(shape, count)
     fused, _ = build_optimizer(model, OptimizerConfig(fused=True), CPU)
@@ -98,7 +98,7 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """One workload."""
+    """Measure one workload: ``count`` parameters of this shape; return rows and details."""
     found = in_turns(ways_of(shape, count), rounds, clock=clock())
     values = prod(shape) * count
     rows = [
@@ -121,13 +121,15 @@ def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[
 
 
 def clock() -> Callable[[], float]:
-    """The thread's own with one thread, which other programs hardly move; else that on the wall."""
+    """Return thread time with one thread, which other programs hardly affect, and wall time otherwise."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def others(rounds: int) -> tuple[list[Row], dict[str, str]]:
-    """The other optimizers on 4 matrices of 512 x 512, over fused AdamW, and those that are absent. 5 rounds at most:
-    Muon is long."""
+    """Time the other optimizers over fused AdamW on 4 matrices of 512 x 512; return rows and absent optimizers.
+
+    At most 5 rounds, because Muon is slow.
+    """
     ways: dict[str, Callable[[], object]] = {}
     configs: dict[str, dict[str, Any]] = {
         "adamw": {},
@@ -154,7 +156,7 @@ def others(rounds: int) -> tuple[list[Row], dict[str, str]]:
 
 
 def main() -> int:
-    """Measure every workload."""
+    """Measure every workload and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=10)
     parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
     options = parser.parse_args()

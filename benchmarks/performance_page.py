@@ -40,7 +40,7 @@ PAGE = ROOT / "docs" / "performance.md"
 
 @dataclass(frozen=True)
 class Result:
-    """One file."""
+    """Content of one result file."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Result:
 
 
 def read(folder: Path) -> list[Result]:
-    """Every result of the suite in a folder, by name. Raises ``ValueError`` for a file that is not one."""
+    """Return all results in a folder, sorted by name. Raises ``ValueError`` for a file with another schema."""
     known = {f.name for f in fields(Row)}
     found: list[Result] = []
     for path in sorted(folder.glob("*.json")):
@@ -65,12 +65,12 @@ def read(folder: Path) -> list[Result]:
 
 
 def row_of(stored: dict[str, Any]) -> Row:
-    """A row as it was; a file has a value that is no number as a string."""
+    """Return a row from its JSON, in which a value such as NaN is a string."""
     return Row(**stored | {"value": float(stored["value"])})
 
 
 def hardware(environment: dict[str, Any]) -> str:
-    """The GPU, where one was used, and the CPU, where the file has it."""
+    """Return the text of the hardware: the CPU, after GPU, driver and CUDA version if a GPU was used."""
     gpu = environment.get("gpu")
     if gpu is None:
         return environment["hardware"]
@@ -78,12 +78,12 @@ def hardware(environment: dict[str, Any]) -> str:
 
 
 def device(environment: dict[str, Any]) -> str:
-    """What the figures are of: the GPU where one was used."""
+    """Return the name of the device that was measured: the GPU if one was used, else the CPU."""
     return environment.get("gpu", {}).get("name") or environment["hardware"]
 
 
 def device_of(results: Sequence[Result]) -> str | None:
-    """The GPU of the rows of one GPU. Raises ``ValueError`` for several: their rows explain each other."""
+    """Return the GPU of all GPU rows, None without any. Raises ``ValueError`` if they are of different GPUs."""
     devices = {r.name: device(r.environment) for r in results if any(w.id in (*GPU_ROWS, "presets") for w in r.rows)}
     if len(set(devices.values())) > 1:
         told = ", ".join(f"{name}.json: {device}" for name, device in devices.items())
@@ -92,7 +92,7 @@ def device_of(results: Sequence[Result]) -> str | None:
 
 
 def page(folder: Path) -> str:
-    """The whole text."""
+    """Return the text of the page from the results in a folder."""
     results = read(folder)
     measured_on = device_of(results)
     parts = [HEAD, *summary(results)]
@@ -133,7 +133,7 @@ def page(folder: Path) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """How many rows met their target, by the row of the suite."""
+    """Return a table of the number of rows per verdict, by group of rows."""
     lines = ["", "| | Targets met | Not decided | Missed | Reported only |", "|---|---|---|---|---|"]
     for id, title in (CPU_ROWS | GPU_ROWS).items():
         rows = [r for result in results for r in result.rows if r.id == id]
@@ -144,7 +144,7 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def table_of(id: str, results: Sequence[Result]) -> list[str]:
-    """The rows of one id, of every file that has some; which file, where there are several."""
+    """Return a table of the rows with this id for each file that has some, with the source below."""
     having = [result for result in results if any(r.id == id for r in result.rows)]
     if not having:
         return [f"{NOT_YET.capitalize()}."]
@@ -160,7 +160,7 @@ def table_of(id: str, results: Sequence[Result]) -> list[str]:
 
 
 def source(id: str, result: Result) -> str:
-    """File, machine, date and commit of a table, how it was timed, and what is to be said of it."""
+    """Return the line below a table: file, machine, date, commit, absent peers, clock, rounds, and any note."""
     e = result.environment
     link = f"[{result.name}.json](../benchmarks/results/{result.name}.json)"
     parts = [f"From {link}: {device(e)}", *([e["date"]] if "date" in e else []), *commit_of(e)]
@@ -174,7 +174,7 @@ def source(id: str, result: Result) -> str:
 
 
 def commit_of(environment: dict[str, Any]) -> list[str]:
-    """Its first digits, and whether the code was changed."""
+    """Return the abbreviated commit, with `-dirty` if the code was modified. Empty without a commit."""
     commit = environment["commit"]
     if not commit:
         return []
@@ -182,11 +182,11 @@ def commit_of(environment: dict[str, Any]) -> list[str]:
 
 
 NO_TIME = re.compile(r"TimeoutError|\d+ s were (left|over)")
-"""In a reason: the time for which a device was there says nothing about what is measured."""
+"""Reasons about lack of device time, which the page shows as `NOT_YET`."""
 
 
 def missing(result: Result) -> str:
-    """Peers that did not run, as the end of a sentence."""
+    """Return the peers that did not run, with reasons, as the end of a sentence."""
     if not result.absent:
         return "."
     reasons = {peer: NOT_YET if NO_TIME.search(reason) else reason for peer, reason in result.absent.items()}
@@ -194,7 +194,7 @@ def missing(result: Result) -> str:
 
 
 def where_the_step_goes(results: Sequence[Result]) -> list[str]:
-    """Of the traced large step, from its own rows."""
+    """Return a sentence on the traced large step, computed from its rows. Empty without a trace."""
     traced = next((r for r in results if r.name == "gpu_trace"), None)
     if traced is None:
         return []
@@ -213,7 +213,7 @@ def where_the_step_goes(results: Sequence[Result]) -> list[str]:
 
 
 def gpu_table(id: str, results: Sequence[Result]) -> list[str]:
-    """Rows, or the target that waits for them."""
+    """Return the table of a GPU row, or its target if it has not been measured."""
     if any(r.id == id for result in results for r in result.rows):
         return table_of(id, results)
     target = f" Target: {GPU_TARGETS[id]}." if id in GPU_TARGETS else ""
@@ -221,7 +221,7 @@ def gpu_table(id: str, results: Sequence[Result]) -> list[str]:
 
 
 def scaling(results: Sequence[Result]) -> list[str]:
-    """Collectives, bytes and efficiency by layout."""
+    """Return the table of collectives, bytes and efficiency by layout, and that of the losses."""
     head = "| Strategy | Processes | Hosts | Collectives per step | MB per step | Efficiency by wall time | of work |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     result = next((r for r in results if "layouts" in r.details), None)
@@ -244,13 +244,13 @@ def scaling(results: Sequence[Result]) -> list[str]:
 
 
 def share(layout: dict[str, Any], name: str) -> str:
-    """Efficiency, with its interval where there were several rounds."""
+    """Return an efficiency as text, with its interval if there were several rounds."""
     low, high = layout.get(f"{name}_interval") or (None, None)
     return f"{layout[name]:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
 def ablations(results: Sequence[Result]) -> list[str]:
-    """A table for each recipe."""
+    """Return the tables of the options, one for each recipe."""
     found = [result for result in results if "ablation" in result.details]
     lines = [ABLATION_WORDS]
     for result in found:
@@ -280,7 +280,7 @@ def ablations(results: Sequence[Result]) -> list[str]:
 
 
 def equality(option: dict[str, Any]) -> str:
-    """Whether an option left the figures alone; nothing of results that do not say."""
+    """Return whether an option left the metrics unchanged, as text. Empty for older results without this entry."""
     if "apart" not in option:
         return ""
     if option["unequal"]:
@@ -290,7 +290,7 @@ def equality(option: dict[str, Any]) -> str:
 
 
 def effect(value: float, interval: Sequence[float] | None) -> str:
-    """A ratio with its interval, and whether it is none."""
+    """Return a ratio as text with its interval, marked "no effect" if the interval includes 1."""
     if interval is None:
         return f"{value:.3f} x"
     none = ", no effect" if interval[0] <= 1 <= interval[1] else ""
@@ -298,7 +298,7 @@ def effect(value: float, interval: Sequence[float] | None) -> str:
 
 
 def muon(results: Sequence[Result]) -> list[str]:
-    """What each optimizer reached at each learning rate."""
+    """Return the table of both optimizers at each learning rate, and their rows."""
     result = next((r for r in results if "muon" in r.details), None)
     if result is None:
         return [f"{NOT_YET.capitalize()}."]
@@ -318,7 +318,7 @@ def muon(results: Sequence[Result]) -> list[str]:
 
 
 def origins(results: Sequence[Result]) -> list[str]:
-    """Machine and versions, and date, commit and command of each file that has them."""
+    """Return the list of files by machine and versions, with date, commit, threads and command of each."""
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         e = result.environment
@@ -341,7 +341,7 @@ MEASURED = ("accel_train", "recipes", "benchmarks", ":(exclude)benchmarks/result
 
 
 def age(results: Sequence[Result]) -> list[str]:
-    """How many commits since each file have touched code that is measured, as git knows it."""
+    """Return a line per file with the number of commits since then that changed measured code."""
     lines: list[str] = []
     for result in results:
         commit = (result.environment["commit"] or "unknown").removesuffix("-dirty")
@@ -353,7 +353,7 @@ def age(results: Sequence[Result]) -> list[str]:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write the page. With --check, return 1 if it is out of date; with --age, print the age of each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
     parser.add_argument("--age", action="store_true", help="print how many commits are newer than each file")

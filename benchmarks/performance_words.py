@@ -1,4 +1,4 @@
-"""Texts of docs/performance.md that no measurement changes: titles, targets, clocks, what bounds a row."""
+"""Fixed texts of docs/performance.md: titles, targets, clocks, and explanations of bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUNDS = {
     "G3": "A hidden cost below zero is within the noise of the steps.",
     "G7": "The samples are warm: their file is in the page cache.",
 }
-"""Why a target is missed, by the row of the suite."""
+"""Explanations of what bounds a row or how to read it, by row of the suite."""
 GPU_ROWS = {
     "G0": "Ceilings of the device: matrix products, copies, attention backends",
     "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against a typical script and a strong one",
@@ -123,7 +123,7 @@ CLOCKS = {
     "scaling": "wall and processor time of the steps, each layout in processes of its own",
     "ablation": "each run in a process of its own, in turns",
 }
-"""By the row of the suite."""
+"""Clock and order of the measurements, by row of the suite."""
 
 
 RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone.

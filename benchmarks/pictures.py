@@ -1,10 +1,11 @@
-"""Pictures decoded and put into buckets, and what cached latents save: a second epoch against the first.
+"""Decoding pictures into buckets, and the saving by cached latents: a second epoch against the first.
 
     python -m benchmarks.pictures [--rounds 5] [--output results.json]
 
 JPEGs of 1024 x 768 are decoded, turned upright and rendered into buckets of 256. The encoder is diffusers'
-AutoencoderKL with random weights and narrow channels, far cheaper than that of SDXL, so that a real one saves more. The
-first epoch decodes, encodes and writes; the second reads and draws. Processor time of the whole process, one thread.
+AutoencoderKL with random weights and narrow channels. It is far cheaper than that of SDXL, with which a cache saves
+more. The first epoch decodes, encodes and writes; the second reads and draws. Times are processor time of the process,
+on one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FIRST, SECOND, UNCACHED, DECODED = "first epoch", "second epoch", "epoch without
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is read."""
+    """Number and sizes of the pictures, and channels of the encoder."""
 
     pictures: int = 8
     picture: tuple[int, int] = (1024, 768)
@@ -57,7 +58,7 @@ TINY = Sizes(4, (96, 64), 64, (8, 8, 8, 8))
 
 
 def folder_of(folder: Path, sizes: Sizes) -> Path:
-    """Write smooth random pictures as JPEG, with captions."""
+    """Write smooth random pictures as JPEG, with captions, and return the folder."""
     generator = np.random.default_rng(0)
     folder.mkdir()
     for number in range(sizes.pictures):
@@ -70,7 +71,7 @@ def folder_of(folder: Path, sizes: Sizes) -> Path:
 
 
 def encoder_of(sizes: Sizes) -> tuple[Callable[[Tensor], Latents], EncoderIdentity]:
-    """A VAE of diffusers with random weights."""
+    """Return the encoder of a diffusers VAE with random weights, and its identity for the cache."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -91,7 +92,7 @@ def encoder_of(sizes: Sizes) -> tuple[Callable[[Tensor], Latents], EncoderIdenti
 
 
 def ways_of(folder: Path, data: PictureDataset, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Each way to go once through all pictures."""
+    """Return each way to read all pictures once, by name."""
     encode, identity = encoder_of(sizes)
     caches = (folder / f"cache{number}" for number in itertools.count())
     filling = Filling(batch_size=BATCH)
@@ -118,7 +119,7 @@ def ways_of(folder: Path, data: PictureDataset, sizes: Sizes) -> dict[str, Calla
 
 
 def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[str, Any]]:
-    """All ways in turns; rows and details."""
+    """Time all ways in turns; return rows and details."""
     config = PictureDataConfig(
         str(folder_of(folder / "pictures", sizes)),
         resolutions=(sizes.resolution,),
@@ -149,7 +150,7 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     options = parser_of(__doc__, rounds=5).parse_args()
     torch.set_num_threads(1)
     if not find_spec("diffusers"):

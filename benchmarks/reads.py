@@ -1,4 +1,4 @@
-"""Counts what takes a number from a tensor to the host: on a GPU each is a wait for all the work before it."""
+"""Count reads of a tensor's values by the host. On a GPU each of them waits for all the work before it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ TAKES_A_SIZE: dict[Any, str] = {
     aten.equal.default: "equal",
     aten.bincount.default: "bincount",
 }
-"""Operators that need a number of the device: for Python, or because the shape of the result depends on values."""
+"""Operators that read from the device, for Python or because the shape of the result depends on values."""
 BY_INDEX = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
-"""A mask among the indices is made into positions first, by ``nonzero``."""
+"""Operators that read only if an index is a mask, which ``nonzero`` first turns into positions."""
 NOT_THE_CALLER = (str(Path(torch.__file__).parent), __file__)
 
 
 class HostReads(TorchFunctionMode):
-    """A context manager; `counts` by the name of the call, `places` by the name and the line of code that made it.
+    """Context manager that counts reads, in `counts` by call and in `places` by call and the line that made it.
 
-    `_local_scalar_dense` is torch's own, below Python. On CPU tensors `tolist`, `cpu` and `numpy` dispatch no operator,
-    so the calls themselves are counted. Not seen: `.to("cpu")` of a tensor that is there, work of other threads.
+    `_local_scalar_dense` is a read by torch itself, below Python. On CPU tensors `tolist`, `cpu` and `numpy` dispatch
+    no operator, so the calls themselves are counted. Not seen are `.to("cpu")` of a CPU tensor and other threads.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class HostReads(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Read what is meant for the host and lives there: nothing of the body is counted."""
+        """Count nothing in the body, for reads of tensors that are in host memory on purpose."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -58,7 +58,7 @@ class HostReads(TorchFunctionMode):
             self._paused = before
 
     def count(self, name: str) -> None:
-        """One read, by what called torch."""
+        """Count one read, with the code that called torch."""
         if self._paused:
             return
         self.counts[name] += 1
@@ -98,13 +98,13 @@ class _Below(TorchDispatchMode):
 
 
 def _by_mask(_: Tensor, indices: Any, values: Tensor | None = None, *rest: Any) -> bool:
-    """One value written where a mask says so is ``masked_fill``, which needs no positions."""
+    """Return True if an index is a mask, except for writing one value: that is ``masked_fill``, without positions."""
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and (values is None or values.numel() != 1)
 
 
 def _caller() -> str:
-    """``folder/file.py:line`` of the innermost frame that is neither torch's nor of this file."""
+    """Return ``folder/file.py:line`` of the innermost frame outside torch and this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_CALLER):
         frame = frame.f_back
@@ -113,7 +113,7 @@ def _caller() -> str:
 
 
 class _Quietly:
-    """The same read is not counted twice."""
+    """Silences operators in the body, so that a read counted as a call is not counted twice."""
 
     def __init__(self, below: _Below) -> None:
         self.below = below

@@ -1,4 +1,4 @@
-"""What the loop of the recipes does after each optimizer step between two log points, for C1 and G2."""
+"""The work of the recipes' loop after each optimizer step between two log points, for C1 and G2."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from accel_train.training.step_guard import StepResult
 
 NEVER = 1 << 40
 START = 2
-"""The step that it begins at: the first ones differ."""
+"""First step of the loop. Earlier ones differ."""
 
 
 @contextmanager
 def after_steps(
     accelerator: Accelerator, average: Ema, folder: Path, rows: int
 ) -> Iterator[Callable[[StepResult], None]]:
-    """Throughput, losses by sample, comparisons of the processes, recorder, and the saver's boundary."""
+    """Yield a function to call after each step. Raises AssertionError if a step logs or saves.
+
+    It updates throughput and losses by sample, compares processes, and advances recorder and saver. ``rows`` is the
+    number of samples of a step.
+    """
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": rows}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
     atomic_files.write_json_in_place(folder / "run.json", {})
@@ -63,4 +67,4 @@ def after_steps(
         try:
             yield after
         finally:
-            saver.__exit__(RuntimeError, None, None)  # nothing is to be saved
+            saver.__exit__(RuntimeError, None, None)  # an error type prevents a final save

@@ -1,12 +1,12 @@
-"""What default metrics and health checks cost of a step, and whether the logged rates are those of a clock beside them.
+"""Share of default metrics and health checks in a step, and a check of the logged rates against a separate clock.
 
     python -m benchmarks.reporting --output benchmarks/results/reporting_cpu.json
 
-recipes/mmdit.py's demo as it is, with a save and an evaluation halfway, on one process and on two under DDP. The cost
-is the time that the host spends in the reports of a step (throughput, losses by time, norms by part, comparisons of the
-processes) and in the guard that judges it, over the time of the steps; on a CPU the host does all the work, so that
-nothing of it hides. The reading of the losses at a log point is in it. The rates are held against a clock that starts
-with the loop, stops at its last log point, and stands still in saves and evaluations.
+The unchanged demo of recipes/mmdit.py, with a save and an evaluation halfway, on one process and on two under DDP. The
+cost is the host's time in the reports of a step (throughput, losses by time, norms by part, comparisons of the
+processes, reading the losses at a log point) and in its step guard, over the time of the steps. On a CPU the host does
+all the work, so none of this is hidden. The rates are compared with a clock that starts with the loop, stops at its
+last log point, and pauses during saves and evaluations.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COUNTED = {
     "reports": ("begin_step", "step"),
     "prepared.guard": ("watch", "check"),
 }
-"""Attributes of the training, with the methods whose time is the cost."""
+"""Methods whose time is the cost, by attribute of the training."""
 
 
 class Clock:
-    """Seconds in calls of some methods. A call within another counts once."""
+    """Sum of the seconds spent in some methods. Nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._depth = 0
 
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, with its time added."""
+        """Return ``method`` with the time of its calls added to ``seconds``."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
@@ -62,7 +62,7 @@ class Clock:
 
 @contextmanager
 def observing(found: dict[str, Any], training: Any, prepared: Any, _: Any) -> Generator[None]:
-    """Put the clocks around the steps of a training."""
+    """Time the methods of a training and its steps; an observer for ``loop.observed``. Writes to ``found``."""
     cost, elsewhere = Clock(), Clock()
     for attribute, names in COUNTED.items():
         for name in names:
@@ -80,7 +80,7 @@ def observing(found: dict[str, Any], training: Any, prepared: Any, _: Any) -> Ge
         yield from steps
 
     def read_with_the_clock() -> dict[str, float]:
-        """A rate says nothing of what follows it in a step, and a clock that ran on would."""
+        """Stop the clock at each read: a rate does not cover what follows it in its step."""
         values = read()
         found["seconds"] = time.perf_counter() - began - elsewhere.seconds
         found["cost_seconds"] = cost.seconds
@@ -92,7 +92,7 @@ def observing(found: dict[str, Any], training: Any, prepared: Any, _: Any) -> Ge
 
 
 def train(folder: Path, steps: int, flags: list[str]) -> dict[str, Any]:
-    """Train the demo under the clocks, in this process."""
+    """Train the demo in this process; return seconds by the clock, seconds of the cost and logged seconds."""
     found: dict[str, Any] = {}
     half = str(steps // 2)
     words = ["demo", "--output_dir", str(folder), "--max_steps", str(steps), "--log.log_every", half, *flags]
@@ -100,14 +100,14 @@ def train(folder: Path, steps: int, flags: list[str]) -> dict[str, Any]:
     with loop.observed(lambda *inner: observing(found, *inner)):
         assert mmdit.main(words) == 0
     lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if line["event"] == "train"}
-    # A line is the mean of the last intervals with at least 50 steps: of each half, or of a shorter run as a whole.
+    # A log line averages over at least the last 50 steps: each half of a full run, or a shorter run as a whole.
     halves = [lines[steps // 2], lines[steps]] if steps == STEPS else [lines[steps]]
     mean = sum(line["step_seconds"] for line in halves) / len(halves)
     return found | {"logged_seconds": mean * steps}
 
 
 def measure(processes: int, steps: int, flags: list[str]) -> dict[str, Any]:
-    """The same in new processes."""
+    """Run `train` on new processes under torchrun; return the result of rank 0. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += ["-m", "benchmarks.reporting", "--worker", folder, "--steps", str(steps), *flags]
@@ -120,7 +120,7 @@ def measure(processes: int, steps: int, flags: list[str]) -> dict[str, Any]:
 
 
 def rows_of(processes: int, found: list[dict[str, Any]]) -> list[Row]:
-    """The rows of one number of processes."""
+    """Return the rows for this number of processes; ``found`` has one result per round."""
     where = "one process" if processes == 1 else f"{processes} processes under DDP"
     share = [each["cost_seconds"] / each["seconds"] for each in found]
     off = [abs(each["logged_seconds"] / each["seconds"] - 1) for each in found]
@@ -131,7 +131,7 @@ def rows_of(processes: int, found: list[dict[str, Any]]) -> list[Row]:
 
 
 def main() -> int:
-    """Both rows, on one process and on two."""
+    """Measure on one process and on two, and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--worker", type=Path, help="be one of the processes, and write into this directory")
     parser.add_argument("--steps", type=int, default=STEPS, choices=range(2, STEPS + 1), metavar=f"2 to {STEPS}")

@@ -1,8 +1,9 @@
-"""Keyed draws against torch's own and against one torch.Generator per sample: the median time of each.
+"""Keyed draws against torch's own and against one torch.Generator per sample, by median time.
 
     python -m benchmarks.rng [--device cuda] [--threads 2] --output benchmarks/results/rng_cpu.json
 
-`per_sample_generator` is the usual way to the same independence of the batch; `torch` depends on its cut.
+`per_sample_generator` is the usual way to make draws independent of the batch, as keyed draws are. Draws of `torch`
+depend on how samples are split into batches.
 """
 
 import math
@@ -58,13 +59,13 @@ def measure(batch: int, shape: tuple[int, ...], name: str, device: torch.device,
 
 
 def parts(batch: int, shape: tuple[int, ...], device: torch.device, repeats: int) -> dict[str, float]:
-    """Of a normal draw: each part that the same bits need, over torch's whole draw, and their sum."""
+    """Return the time of each part of a normal draw with the same bits, over torch's whole draw, and their sum."""
     pairs = batch * math.prod(shape) // 2
     counters = torch.arange(pairs, dtype=torch.int64, device=device)
     uniform = torch.rand(pairs, device=device).clamp_min_(1e-6)
     radius = torch.rand(pairs, device=device)
-    # Of each repeat its own: sine and cosine branch by the quadrant, and a processor learns the branches of angles
-    # that come again. Those of a training run never do.
+    # New angles for each repeat: sine and cosine branch by quadrant, and a processor learns the branches of repeated
+    # angles. Those of a training run never repeat.
     angles = iter(torch.rand(repeats + 3, pairs, device=device).mul_(2 * math.pi))
     keys = torch.arange(batch, device=device)
 
@@ -85,7 +86,7 @@ def parts(batch: int, shape: tuple[int, ...], device: torch.device, repeats: int
 
 
 def main() -> int:
-    """Measure every shape."""
+    """Measure every shape and write the rows. Always returns 0, because no row has a target."""
     parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,14 +1,14 @@
-"""How a step spreads over processes: collectives, bytes and efficiency with 1, 2 and 4 processes and with two hosts.
+"""Scaling of a step: collectives, bytes and efficiency with 1, 2 and 4 processes, and on two hosts.
 
     python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
 
-All layouts run once a round, in turns; efficiency is the median over the rounds, of the median step of each. The same
-optimizer step (8 rows of 64 + 32 tokens through an MMDiT of 7 blocks of width 192, AdamW) on every layout;
-several processes are a rehearsal of the launch file: gloo, one thread a process. Collectives and bytes are those of
-gloo's own events in one step, per process; FSDP2's reduce-scatter is an all-reduce there. Efficiency by the clock is
-the time on one process over the number of processes times the time here: it cannot be good where there are more
-processes than cores. Efficiency of work is the processor time on one process over that of all processes here. Two
-hosts are two network namespaces of this machine, which need root and iproute2.
+All layouts run once per round, in turns. Efficiency is the median over the rounds, from the median step of each. All
+layouts run the same optimizer step: 8 rows of 64 + 32 tokens through an MMDiT of 7 blocks of width 192, AdamW. Several
+processes are a rehearsal of the launch file: gloo, one thread per process. Collectives and bytes are per process, from
+the profiler's gloo events in one step; FSDP2's reduce-scatter is an all-reduce there. Efficiency by wall time is the
+time on one process over the number of processes times the time here, so it cannot be good with more processes than
+cores. Efficiency of work is the processor time on one process over that of all processes here. Two hosts are two
+network namespaces of this machine, which need root and iproute2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ADDRESSES = ("10.231.78.1", "10.231.78.2")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a step runs."""
+    """Strategy and number of processes and hosts of a step."""
 
     strategy: str
     processes: int
@@ -59,7 +59,7 @@ LAYOUTS = (
 
 
 class Model(nn.Module):
-    """Sum of a loss over the rows given."""
+    """An MMDiT whose forward returns the sum of the squared outputs over ``rows``, (B, 1, width)."""
 
     _no_split_modules = ("MMDiTBlock",)
 
@@ -78,7 +78,7 @@ class Model(nn.Module):
 
 
 def work(width: int, depth: int, steps: int) -> dict[str, Any]:
-    """What every process of a layout does."""
+    """Measure steps on this process of a layout. Collective: every process runs it and returns its own results."""
     from accel_train.runtime.accelerator import build_accelerator
     from accel_train.training.accumulation import GradientWindow
 
@@ -129,7 +129,7 @@ def work(width: int, depth: int, steps: int) -> dict[str, Any]:
 
 
 def elements(shapes: Any) -> int:
-    """Of a tensor's shape, or of a list of shapes."""
+    """Return the number of elements of a shape, or the sum over a nested list of shapes."""
     if not shapes:
         return 0
     if isinstance(shapes[0], (list, tuple)):
@@ -138,7 +138,7 @@ def elements(shapes: Any) -> int:
 
 
 def command(layout: Layout, folder: Path, worker: list[str], host: int = 0) -> list[str]:
-    """Plain Python for one process, else a rehearsal of the strategy's launch file."""
+    """Return the command of a host: plain Python for strategy single, else a rehearsal of the launch file."""
     if layout.strategy == "single":
         return [sys.executable, str(Path(__file__)), "--worker", *worker]
     file = folder / f"{layout.strategy}{layout.hosts}.yaml"
@@ -157,7 +157,7 @@ def command(layout: Layout, folder: Path, worker: list[str], host: int = 0) -> l
 
 @contextmanager
 def namespaces() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces joined by a cable: name and interface of each. Taken down whatever happens."""
+    """Yield the name and interface of two network namespaces joined by a veth pair. They are deleted on exit."""
     tag = uuid.uuid4().hex[:6]
     hosts = [(f"bench-{tag}-{side}", f"v{side}{tag}") for side in "ab"]
 
@@ -180,7 +180,7 @@ def namespaces() -> Iterator[list[tuple[str, str]]]:
 
 
 def run(layout: Layout, folder: Path, worker: list[str]) -> dict[str, Any]:
-    """One layout, from the outside."""
+    """Run one layout in new processes; return the result of rank 0. Raises RuntimeError if there is none."""
     given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     if layout.hosts == 1:
         outputs = [start(command(layout, folder, worker), given)]
@@ -210,7 +210,7 @@ def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen
 def measure(
     layouts: tuple[Layout, ...], worker: list[str], rounds: int
 ) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
-    """Every layout once a round, in turns; the trajectory must be the same on each."""
+    """Run every layout once per round, in turns, and compare their losses; return rows, details and absences."""
     absent: dict[str, str] = {}
     kept = list(layouts)
     if shutil.which("ip") is None or os.geteuid() != 0:
@@ -230,7 +230,7 @@ def measure(
 
 
 def describe(layout: Layout, runs: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict[str, Any]:
-    """A layout, its last run, and its efficiency over the rounds: median and interval."""
+    """Return a layout with the results of its last run, and median and interval of its efficiencies over the rounds."""
     pairs = list(zip(alone, runs, strict=True))
     found = asdict(layout) | runs[-1]
     for name, ratios in {
@@ -243,7 +243,7 @@ def describe(layout: Layout, runs: list[dict[str, Any]], alone: list[dict[str, A
 
 
 def main() -> int:
-    """Run every layout, or be a process of one."""
+    """Run every layout and write the rows, or be a process of one. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--steps", type=int, default=5, help="of each layout in a round")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")

@@ -1,7 +1,7 @@
-"""SD3's model made of this project's blocks, and the same of diffusers: what the GPU suite trains.
+"""SD3's model from this project's blocks, and that of diffusers, which the GPU suite trains.
 
-Front and back end are those of SD3 (patches of 2 x 2, 2-D positions, time and pooled text as conditioning), so that the
-two have the same parameters and, with weights copied, the same output.
+Input and output layers are those of SD3 (patches of 2 x 2, 2-D positions, time and pooled text as conditioning), so
+both models have the same parameters and, with the weights copied, the same output.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PATCH, TIME_FEATURES, POSITIONS = 2, 256, 192
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the tokens that it is trained on. Defaults: SD3-medium at 512 x 512 pixels."""
+    """Sizes of a model and of its batch. Defaults: SD3-medium at 512 x 512 pixels."""
 
     width: int = 1536
     depth: int = 24
     head_width: int = 64
     side: int = 64
-    """Of the latents, in values: 64 gives 1024 tokens."""
+    """Height and width of the latents: 64 gives 1024 tokens."""
     text_tokens: int = 154
     batch: int = 32
     text_width: int = 4096
@@ -35,19 +35,19 @@ class Shape:
 
     @property
     def image_tokens(self) -> int:
-        """Patches of the latents."""
+        """Number of image tokens, the patches of the latents."""
         return (self.side // PATCH) ** 2
 
     @property
     def heads(self) -> int:
-        """Of attention."""
+        """Number of attention heads."""
         return self.width // self.head_width
 
     def train_flops(self) -> int:
-        """Model FLOPs of one sample's forward and backward, recomputation not counted.
+        """Return the model FLOPs of forward and backward of one sample, without recomputation.
 
-        Three forwards, less the gradients of inputs that need none. Of the last block's text there are keys and values
-        only; diffusers makes its queries as well and drops them (0.07 % more).
+        Three times the forward, less the gradients of inputs that need none. The last block has only keys and values
+        of the text; diffusers also computes its queries and drops them (0.07 % more).
         """
         h, image, text = self.width, self.image_tokens, self.text_tokens
         length, patch = image + text, PATCH**2 * self.channels
@@ -61,7 +61,7 @@ class Shape:
 
 
 class SD3(sd3.SD3):
-    """SD3-medium's architecture around `MMDiTBlock`, in this shape."""
+    """SD3-medium's architecture from `MMDiTBlock`, in this shape."""
 
     def __init__(self, shape: Shape) -> None:
         widths = {"text_width": shape.text_width, "pooled_width": shape.pooled_width}
@@ -70,7 +70,7 @@ class SD3(sd3.SD3):
 
 
 def diffusers_model(shape: Shape) -> Any:
-    """diffusers' own class with this shape."""
+    """Return diffusers' model with this shape."""
     from diffusers import SD3Transformer2DModel
 
     model: Any = SD3Transformer2DModel(
@@ -89,7 +89,7 @@ def diffusers_model(shape: Shape) -> Any:
 
 
 def copy_model(ours: SD3, theirs: Any) -> None:
-    """Every weight of diffusers' model into ours."""
+    """Copy all weights of diffusers' model into ours."""
     ours.load_diffusers(theirs.state_dict())
 
 
@@ -97,7 +97,7 @@ Batch = dict[str, Tensor]
 
 
 def batch_of(shape: Shape, device: torch.device, seed: int = 0) -> Batch:
-    """Random latents, text, noise and times: random, because zeros run faster."""
+    """Return a batch of random latents, noise, text and times. Zeros would run faster."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -115,7 +115,7 @@ def batch_of(shape: Shape, device: torch.device, seed: int = 0) -> Batch:
 
 
 def loss_sum(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Rectified flow: the sum of the squared error of the velocity over the batch, of means over each sample."""
+    """Return the rectified-flow loss: the mean squared error of the velocity of each sample, summed over the batch."""
     time = batch["time"][:, None, None, None]
     noisy = (1 - time) * batch["latents"] + time * batch["noise"]
     found = model(noisy, batch["text"], batch["pooled"], 1000 * batch["time"])
@@ -125,5 +125,5 @@ def loss_sum(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 
 def theirs_call(model: Any) -> Callable[..., Any]:
-    """diffusers' order of arguments."""
+    """Return a call of diffusers' model with our order of arguments. It returns a tuple."""
     return lambda latents, text, pooled, time: model(latents, text, pooled, time, return_dict=False)

@@ -1,13 +1,13 @@
-"""Rows of parquet shards in shuffled batches from a warm cache, on one core, against how others keep them.
+"""Reading rows of parquet shards in shuffled batches from a warm cache on one core, against other formats.
 
     python -m benchmarks.shards [--rounds 6] [--output results.json]
 
-160,000 texts of 100 characters in 4 files of 8 row groups, read in batches of 64 for one epoch. Every way gives the
-same texts, which is checked. Rows per second are those of thread time with one thread, with the drawing of the order.
+160,000 texts of 100 characters in 4 files of 8 row groups, read in batches of 64 for one epoch. All readers return the
+same texts, which is checked first. Rows per second are per thread time of one thread, drawing the order included.
 
-`by block` is `ShardedTable` in the order of `BlockOrder`, 8 of 32 row groups mixed at a time, in a cache of that size.
-`in memory` is a list of texts in the same order. `datasets` is its memory-mapped Arrow file of the same shards, in the
-same order and in a full shuffle, which costs it nothing more.
+`by block` is `ShardedTable` in the order of `BlockOrder`, which mixes 8 of 32 row groups at a time, with a cache of
+about that size. `in memory` is a list of texts in the same order. `datasets` is a memory-mapped Arrow file of the same
+shards, read in the same order and in a full shuffle, which costs it nothing extra.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Read = Callable[[list[int]], list[str]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is read."""
+    """Number of rows in a row group, and characters in a row."""
 
     rows_per_group: int = 5000
     characters: int = 100
@@ -48,7 +48,7 @@ TINY = Sizes(40, 20)
 
 
 def write(folder: Path, sizes: Sizes) -> list[str]:
-    """Write the shards. Return all texts in order."""
+    """Write the shards and return all texts in order."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -65,7 +65,7 @@ def write(folder: Path, sizes: Sizes) -> list[str]:
 
 
 def readers(folder: Path, sizes: Sizes) -> tuple[dict[str, Read], BlockOrder]:
-    """Every way to read a batch, and the order of blocks."""
+    """Return all readers of a batch, and the block order. Asserts that the readers return the same texts."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -87,7 +87,7 @@ def readers(folder: Path, sizes: Sizes) -> tuple[dict[str, Read], BlockOrder]:
 
 
 def epochs(read: Read, sampler: StepSampler) -> Callable[[], None]:
-    """One pass over all rows, in another order each time."""
+    """Return a function that reads one epoch, in a new order each time."""
     steps = sampler.dataset_size // BATCH
     first = count(0, steps)
 
@@ -100,7 +100,7 @@ def epochs(read: Read, sampler: StepSampler) -> Callable[[], None]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Always returns 0, because no row has a target."""
     options = parser_of(__doc__, rounds=6).parse_args()
     sizes = TINY if options.tiny else Sizes()
     torch.set_num_threads(1)

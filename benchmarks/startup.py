@@ -1,12 +1,12 @@
-"""Processor time of a start: commands that only answer, imports, and README's command up to the log line of step 1.
+"""Processor time of a start: commands without training, imports, and README's command up to the log line of step 1.
 
     python -m benchmarks.startup --output benchmarks/results/startup_cpu.json
 
-Each way is a process of its own, and all take turns. A time is user and system time of the process and those it starts,
-which other work on the machine disturbs less than wall time; on idle cores, a start on one thread takes little longer.
-The cache is warm: one start of each before the first round has prepared data and written help texts. Peers are what
-cannot be avoided: importing torch and Accelerate, the first step of a raw loop, and the launcher with an empty script.
-Shares of the imports are from `python -X importtime`.
+Each start is a process of its own, and all take turns. A time is user and system time of the process and its children,
+which other work on the machine disturbs less than wall time. On idle cores, the wall time of a start on one thread is
+little longer. The cache is warm: one start of each before the first round has prepared data and written help texts. The
+lower bounds are what cannot be avoided: importing torch and Accelerate, the first step of a raw loop, and the launcher
+with an empty script. Shares of the imports are from `python -X importtime`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANSWERS = {
     "mmdit.py --help": ["recipes/mmdit.py", "--help"],
     "causal_lm.py --help": ["recipes/causal_lm.py", "--help"],
 }
-"""Arguments of Python. Nothing is trained."""
+"""Arguments of Python for commands that train nothing."""
 TARGETS = {
     "accel-train": "<= 0.3",
     "accel-train --help": "<= 0.3",
@@ -52,11 +52,11 @@ FLOORS = {
     "a raw loop with Accelerate, to its first step": ["-c", RAW_LOOP],
 }
 PACKAGES = ("torch", "accelerate", "huggingface_hub", "accel_train")
-"""Whose shares of the imports are shown."""
+"""Packages whose share in the imports is reported."""
 
 
 def processor_seconds() -> float:
-    """User and system time of all processes that were started here and have ended."""
+    """Return user and system seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -66,10 +66,10 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def answer(arguments: list[str], cache: Path) -> None:
-    """Run Python to its end."""
+    """Run Python with these arguments to its end. Raises RuntimeError unless the exit code is 0 or 2."""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment(cache), capture_output=True, text=True, check=False)
-    # argparse exits with 2 where the command is missing.
+    # argparse exits with 2 if the command is missing.
     if done.returncode not in (0, 2):
         raise RuntimeError(f"{command}: {done.stderr}")
 
@@ -79,7 +79,7 @@ def launcher() -> list[str]:
 
 
 def first_step(arguments: list[str], cache: Path) -> None:
-    """Start a training and end it at the log line of its first step."""
+    """Start a training and kill it at the log line of step 1. Raises RuntimeError if it ends before."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *arguments, "--output_dir", folder]
         shown: list[str] = []
@@ -93,7 +93,7 @@ def first_step(arguments: list[str], cache: Path) -> None:
                     break
             else:
                 raise RuntimeError(f"{command} ended before its first step: {''.join(shown)}")
-            # The launcher waits for the training process, so that its time is counted. Without a launcher it is alone.
+            # A launcher waits for the training process, its child, so the time of both is counted.
             for process_of_run in psutil.Process(process.pid).children() or [process]:
                 process_of_run.kill()
             process.stdout.read()
@@ -116,7 +116,7 @@ def import_shares(recipe: str, cache: Path) -> dict[str, float]:
 
 
 def ways(cache: Path, empty: Path) -> dict[str, Callable[[], object]]:
-    """Every start that is timed."""
+    """Return every start to time, by name."""
     runs: dict[str, Callable[[], object]] = {n: partial(answer, a, cache) for n, a in (ANSWERS | FLOORS).items()}
     runs["the imports of mmdit.py"] = partial(
         answer, ["-c", "import sys; sys.path.insert(0, 'recipes'); import mmdit"], cache
@@ -128,7 +128,7 @@ def ways(cache: Path, empty: Path) -> dict[str, Callable[[], object]]:
 
 
 def rows_of(found: Rounds, shares: list[dict[str, float]]) -> list[Row]:
-    """Seconds of each way, what is over the floor, and the shares of the imports."""
+    """Return the rows: seconds of each start, seconds over the raw loop, and shares of the imports in percent."""
     targets = TARGETS | {"accelerate launch mmdit.py, to step 1": "<= 8"}
     rows = [row("startup", name, seconds, "s", targets.get(name)) for name, seconds in found.seconds.items()]
     over = found.differences("python mmdit.py, to step 1", "a raw loop with Accelerate, to its first step")
@@ -140,7 +140,7 @@ def rows_of(found: Rounds, shares: list[dict[str, float]]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=7)
     options = parser.parse_args()
     on_cpu()

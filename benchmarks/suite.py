@@ -5,10 +5,10 @@
     python -m benchmarks.suite --only loop gemm
     python -m benchmarks.suite --tiny --directory /tmp/check
 
-Each job runs in a process of its own, which sees no GPU, and writes one file to benchmarks/results/. Run it on a
-machine that does nothing else: processor time and interleaved rounds take out most of what others do, not all. The exit
-code is 1 where a target is missed or a script failed. Memory of adapters (`benchmarks.lora_memory`, half an hour) fills
-no row.
+Each job runs in a process of its own, which sees no GPU, and writes one file to benchmarks/results/. Run it on an
+otherwise idle machine: processor time and interleaved rounds remove most of the effect of other load, but not all. The
+exit code is 1 if a target is missed or a script fails. `benchmarks.lora_memory` (half an hour) is not part of the
+suite, because it fills no row.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TINY = ("--tiny",)
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a script, and the file that it writes."""
+    """A run of a script, and the file that it writes."""
 
     module: str
     file: str
     arguments: tuple[str, ...] = ()
     long: bool = False
-    """More than ten minutes: only with ``--long``, or asked for by name."""
+    """True if it takes over ten minutes: it runs only with ``--long``, or if named by ``--only``."""
     tiny: tuple[str, ...] = TINY
-    """Arguments in place of these for a run that only shows that the script works."""
+    """Arguments that replace ``arguments`` with ``--tiny``, to test that the script works."""
 
 
 JOBS = {
@@ -84,33 +84,33 @@ JOBS = {
         ("--max_steps", "30", "--rates", "1e-3", "--", "--evaluation.samples", "8"),
     ),
 }
-"""C1 to C10 in order, then what has no target."""
+"""Jobs by name, in the order of the run."""
 
 
 def command(name: str, directory: Path, tiny: bool) -> list[str]:
-    """Of one job."""
+    """Return the command of a job."""
     job = JOBS[name]
     output = (directory / job.file).resolve()
-    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output  # it is in the recorded command
+    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output  # the result records the command
     arguments = job.tiny if tiny else job.arguments
     return [sys.executable, "-m", f"benchmarks.{job.module}", "--output", str(output), *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Of every job: one thread, and no GPU."""
+    """Return the environment of every job: one thread and no GPU."""
     given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | given | CPU_ALONE
 
 
 def run(name: str, directory: Path, tiny: bool) -> tuple[int, float]:
-    """Exit code and seconds of one job; its output goes to the console."""
+    """Run a job, with its output on the console; return its exit code and seconds."""
     began = time.perf_counter()
     code = subprocess.run(command(name, directory, tiny), cwd=ROOT, env=environment(), check=False).returncode
     return code, time.perf_counter() - began
 
 
 def main() -> int:
-    """Run what was asked for and write the page."""
+    """Run the selected jobs and write the page. Returns 1 if a target is missed or a script fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS)
     parser.add_argument("--long", action="store_true", help="also what takes more than ten minutes")

@@ -1,4 +1,4 @@
-"""Learn which ring of a target a point lies on: a whole recipe, to make your own. CHANGE marks what to replace."""
+"""Learn which ring of a target a point lies on: a complete recipe to start from. CHANGE marks what to replace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from accel_train.store.weights import best_stem, load_weights
 from accel_train.training import optimizers
 
 
-# CHANGE: the data. Anything with a length that gives a dict of tensors for an index.
+# CHANGE: the data. Anything with a length that returns a dict of tensors for an index.
 def points(count: int, stream: str) -> list[dict[str, Tensor]]:
     places = rng.normal(rng.sample_keys(0, stream, 0, torch.arange(count)), (2,))
     return [{"place": place, "ring": (2 * place.norm()).long().clamp(max=4)} for place in places]
 
 
-# CHANGE: the model. No dropout layers: draw masks with `rng`, which gives a sample the same on any process.
+# CHANGE: the model. No dropout layers: draw masks with `rng`, which depend on the sample and not on the process.
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Block(nn.Module):
 
 
 class RingModel(nn.Sequential):
-    _no_split_modules: ClassVar = ["Block"]  # FSDP2 shards each of them as one unit
+    _no_split_modules: ClassVar = ["Block"]  # FSDP2 shards each of these as one unit
 
 
 def build_model(width: int) -> nn.Module:
     return RingModel(nn.Linear(2, width), nn.GELU(), Block(width), Block(width), nn.Linear(width, 5))
 
 
-# Use. CHANGE: what `accel-train sample --recipe recipe.py RUN` asks a trained model.
+# Use. CHANGE: the options and the answer of `accel-train sample --recipe recipe.py RUN` with a trained model.
 @dataclass(frozen=True)
 class Question:
     """On which ring of the target does a point lie?"""
@@ -72,7 +72,7 @@ class RingPipeline:
         return [f"ring {int(logits.argmax())}"]
 
 
-# Config. CHANGE: options of your own; those that every recipe has come with ExperimentConfig.
+# Config. CHANGE: your own options. Those of every recipe are inherited from ExperimentConfig.
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
     """Learn which ring of a target a point lies on."""
@@ -82,7 +82,7 @@ class Config(experiment.ExperimentConfig):
     """Width of the hidden layers."""
 
 
-# Loss and evaluation. CHANGE: the loss and other values of each sample, (B,). An evaluation has them as heldout_NAME.
+# Loss and evaluation. CHANGE: loss and other metrics of each sample, (B,). Evaluations log them as heldout_NAME.
 def metrics_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     logits = model(batch["place"]).float()
     loss = nn.functional.cross_entropy(logits, batch["ring"], reduction="none")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     data, heldout = points(4000, "train"), points(1000, "heldout")
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
-    version = datasets.fingerprint_of(data)  # of all samples. CHANGE for large data: any text that changes with them
+    version = datasets.fingerprint_of(data)  # reads all samples. CHANGE for large data: a text that changes with it
     opened = experiment.open_experiment(
         config, accelerator, dataset_size=len(data), fingerprint=version, metrics=["heldout_loss", "heldout_accuracy"]
     )
@@ -111,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighted = [(batch, batch["weight"]) for batch in batches.micro_batches]
-            # Of several terms, weights and losses are dicts with a value for each.
+            # With several loss terms, weights and losses are dicts with a value for each.
             window = prepared.window(weighted, {"ring": 1.0}, batches.step)
-            for batch in window:  # the window sums, and divides by the weights of all processes
+            for batch in window:  # the window sums the losses and divides by the weights of all processes
                 window.backward(metrics_of(prepared.model, batch)["loss"] * batch["weight"])
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
