@@ -129,22 +129,22 @@ def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def rows_of(found: dict[str, Any]) -> list[Row]:
+def rows_of(result: dict[str, Any]) -> list[Row]:
     """Return the rows from the results of rank 0. Counts are exact; times are those of rank 0."""
-    once, each = found["counted"]["auto"], found["counted"]["every"]
+    once, each = result["counted"]["auto"], result["counted"]["every"]
     most, least = max(once["of_each_gradient"]), min(once["of_each_gradient"])
     return [
         row("C8", "reductions of each gradient per step, most", most, "count", "<= 1"),
         row("C8", "reductions of each gradient per step, least", least, "count", ">= 1"),
         row("C8", "the same with a reduction on every micro-batch", max(each["of_each_gradient"]), "count"),
         row("C8", "bytes reduced with a reduction on every micro-batch over once", each["bytes"] / once["bytes"]),
-        row("C8", "speed of one reduction per step over one per micro-batch", found["wall"], target=">= 1.4"),
-        row("C8", "the same in processor time", found["processor"]),
-        row("C8", "speed without any reduction, each process by itself", found["without"]),
+        row("C8", "speed of one reduction per step over one per micro-batch", result["wall"], target=">= 1.4"),
+        row("C8", "the same in processor time", result["processor"]),
+        row("C8", "speed without any reduction, each process by itself", result["without"]),
         row(
             "C8",
             "speed of that with gloo's one sum behind it: the bound, as no core is idle in a backward",
-            found["bound"],
+            result["bound"],
         ),
     ]
 
@@ -152,21 +152,21 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
 def on_processes(module: str, arguments: Sequence[str], processes: int = PROCESSES) -> dict[str, Any]:
     """Run ``module`` with `--worker` under torchrun on CPU; return the results of rank 0. RuntimeError without any."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    completed = subprocess.run(
         [*command, "-m", module, "--worker", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT, env=given,
+        capture_output=True, text=True, check=False, cwd=ROOT, env=environment,
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [line for line in completed.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise RuntimeError(done.stderr[-3000:])
+        raise RuntimeError(completed.stderr[-3000:])
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def answer(found: dict[str, Any]) -> NoReturn:
+def exit_with_result(result: dict[str, Any]) -> NoReturn:
     """Exit this process of `on_processes`. Rank 0 first prints its results as one RESULT line."""
-    if found["rank"] == 0:
-        print(f"RESULT {json.dumps(found)}", flush=True)
+    if result["rank"] == 0:
+        print(f"RESULT {json.dumps(result)}", flush=True)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads race with the end of the interpreter
 
@@ -186,9 +186,9 @@ def run(
     options = parser.parse_args()
     width, depth = (32, 2) if options.tiny else (192, 7)
     if options.worker:
-        answer(work(width, depth, 2 if options.tiny else options.rounds))
-    found = on_processes(module, ["--rounds", str(options.rounds), *(["--tiny"] if options.tiny else [])])
-    return 0 if write_results(options.output, title, rows_of(found), found, absent) else 1
+        exit_with_result(work(width, depth, 2 if options.tiny else options.rounds))
+    result = on_processes(module, ["--rounds", str(options.rounds), *(["--tiny"] if options.tiny else [])])
+    return 0 if write_results(options.output, title, rows_of(result), result, absent) else 1
 
 
 def main() -> int:

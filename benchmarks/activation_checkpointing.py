@@ -127,8 +127,8 @@ def rss_growth(task: Task) -> int:
 def in_own_process(mode: str, shape: list[str], repeats: int) -> int:
     """Return the smallest `rss_growth` of ``repeats`` fresh processes, in bytes."""
     command = [sys.executable, "-m", "benchmarks.activation_checkpointing", "--rss_of", mode, *shape]
-    given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # tensors go back to the system when they are freed
-    runs = [subprocess.run(command, check=True, capture_output=True, env=given, cwd=ROOT) for _ in range(repeats)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # tensors go back to the system when they are freed
+    runs = [subprocess.run(command, check=True, capture_output=True, env=environment, cwd=ROOT) for _ in range(repeats)]
     return min(int(run.stdout) for run in runs)
 
 
@@ -151,17 +151,17 @@ def measure(width: int, depth: int, rows: int, rounds: int, repeats: int) -> tup
 
 def rows_of(times: Rounds, bytes_of: dict[str, dict[str, int]], different: list[str]) -> list[Row]:
     """Return rows of the time and memory of each mode, relative to mode ``none``."""
-    found = [row("C5", "modes whose loss or gradients differ in a bit", len(different), "count", "<= 0")]
+    rows = [row("C5", "modes whose loss or gradients differ in a bit", len(different), "count", "<= 0")]
     none = bytes_of["none"]
     for mode in MODES[1:]:
         of_time, of_memory = TARGETS.get(mode, (None, None))
-        found.append(row("C5", f"{mode}: time", times.ratios(mode, "none"), target=of_time))
-        found.append(row("C5", f"{mode}: peak of its tensors", bytes_of[mode]["peak"] / none["peak"], target=of_memory))
+        rows.append(row("C5", f"{mode}: time", times.ratios(mode, "none"), target=of_time))
+        rows.append(row("C5", f"{mode}: peak of its tensors", bytes_of[mode]["peak"] / none["peak"], target=of_memory))
         if "rss" in bytes_of[mode]:
             grown = bytes_of[mode]["rss"] / none["rss"]
-            found.append(row("C5", f"{mode}: growth of the process's peak", grown, target=of_memory))
-        found.append(row("C5", f"{mode}: memory kept for the backward", bytes_of[mode]["kept"] / none["kept"]))
-    return found
+            rows.append(row("C5", f"{mode}: growth of the process's peak", grown, target=of_memory))
+        rows.append(row("C5", f"{mode}: memory kept for the backward", bytes_of[mode]["kept"] / none["kept"]))
+    return rows
 
 
 def main() -> int:

@@ -167,7 +167,7 @@ def in_order(data: LanguageData, steps: int) -> list[dict[str, Any]]:
 def measure(folder: Path, path: str, steps: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
     """Train with both, alternating for ``rounds`` rounds; return rows and details."""
     write_model(folder, path, SIZES)
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
     losses = ours(folder, path, steps)["losses"]
     # 10 is the default of log.log_every. With windows of equal length the harmonic mean of rates is the overall rate.
     log_every = min(10, steps // 3)
@@ -176,17 +176,17 @@ def measure(folder: Path, path: str, steps: int, rounds: int) -> tuple[list[Row]
         whole = ours(folder, path, steps, log_every)
         seconds = whole["cpu_seconds"] - short["cpu_seconds"]
         whole["cpu_seconds_per_step"] = seconds / (steps - steps // 3)
-        found.append((whole, trainer(folder, path, steps)))
-    differences = [largest_difference(losses, b["losses"]) for _, b in found]
-    rates = [a["samples_per_second"] / b["samples_per_second"] for a, b in found]
-    cpu_times = [b["cpu_seconds_per_step"] / a["cpu_seconds_per_step"] for a, b in found]
+        pairs.append((whole, trainer(folder, path, steps)))
+    differences = [largest_difference(losses, b["losses"]) for _, b in pairs]
+    speedups = [a["samples_per_second"] / b["samples_per_second"] for a, b in pairs]
+    cpu_times = [b["cpu_seconds_per_step"] / a["cpu_seconds_per_step"] for a, b in pairs]
     loss = f"largest relative difference of the losses of {steps} steps"
     rows = [
         row("causal_lm", loss, largest(differences), "", target="<= 1e-4"),
-        row("causal_lm", "samples per second of wall time, ours over the Trainer", rates, target=">= 1"),
+        row("causal_lm", "samples per second of wall time, ours over the Trainer", speedups, target=">= 1"),
         row("causal_lm", "processor time of a step, the Trainer over ours", cpu_times),
     ]
-    per_second = [{"ours": a["samples_per_second"], "trainer": b["samples_per_second"]} for a, b in found]
+    per_second = [{"ours": a["samples_per_second"], "trainer": b["samples_per_second"]} for a, b in pairs]
     return rows, {"steps": steps, "samples_per_second": per_second}
 
 
@@ -269,10 +269,10 @@ def main() -> int:
     rounds = 1 if options.tiny else options.rounds
     with tempfile.TemporaryDirectory() as name:
         rows, details = measure(Path(name), options.path, steps, rounds)
-    of_loss, details["loss"] = measure_loss(*((16, 512) if options.tiny else (2048, 151_936)), 5 * rounds)
-    rows += of_loss
-    of_chunks = (16, SIZES, 512, 4) if options.tiny else (2048, QUARTER, 37_984, 512)
-    rows += measure_chunks(*of_chunks, rounds)
+    loss_rows, details["loss"] = measure_loss(*((16, 512) if options.tiny else (2048, 151_936)), 5 * rounds)
+    rows += loss_rows
+    chunk_sizes = (16, SIZES, 512, 4) if options.tiny else (2048, QUARTER, 37_984, 512)
+    rows += measure_chunks(*chunk_sizes, rounds)
     return 0 if write_results(options.output, "Language models beside HuggingFace's Trainer", rows, details) else 1
 
 

@@ -83,13 +83,13 @@ def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) 
         watch = apply_compile(model, config, torch.device("cpu"))
     else:
         model.compile(fullgraph=True, dynamic=False)
-    found = step(model)
+    results = step(model)
     result: dict[str, Any] = {
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": processor_seconds() - cpu,
-        "loss_difference": float((found[0] - expected[0]).abs() / expected[0].abs()),
+        "loss_difference": float((results[0] - expected[0]).abs() / expected[0].abs()),
         "gradient_difference": largest(
-            float((a - b).norm() / b.norm()) for a, b in zip(found[1:], expected[1:], strict=True)
+            float((a - b).norm() / b.norm()) for a, b in zip(results[1:], expected[1:], strict=True)
         ),
     }
     if rounds:
@@ -103,16 +103,16 @@ def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) 
 
 def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str, texts: int = 1) -> dict[str, Any]:
     """Run `compile_once` in a fresh process with ``cache`` as the compiler's cache directory; return its result."""
-    given_numbers = {"width": width, "depth": depth, "rounds": rounds, "texts": texts}
-    numbers = [word for name, value in given_numbers.items() for word in (f"--{name}", str(value))]
-    given = os.environ | {
+    flags = {"width": width, "depth": depth, "rounds": rounds, "texts": texts}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile", "--way", way, *numbers],
-        capture_output=True, text=True, env=given, check=False, cwd=ROOT,
+        [sys.executable, "-m", "benchmarks.compile", "--way", way, *words],
+        capture_output=True, text=True, env=environment, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -121,8 +121,8 @@ def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str, te
 def cold(way: str, width: int, depth: int, rounds: int, warm: bool = False, texts: int = 1) -> list[dict[str, Any]]:
     """Compile with an empty cache and, if ``warm``, again with the cache that this left; return one or two results."""
     with tempfile.TemporaryDirectory() as cache:
-        found = [in_own_process(way, width, depth, rounds, cache, texts)]
-        return found + ([in_own_process(way, width, depth, 0, cache)] if warm else [])
+        results = [in_own_process(way, width, depth, rounds, cache, texts)]
+        return results + ([in_own_process(way, width, depth, 0, cache)] if warm else [])
 
 
 def options_of(name: str, depth: int, rounds: int, usual: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
@@ -171,8 +171,8 @@ def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[
     (deep,) = details["twice the depth"] = cold("regional", width, 2 * depth, 0)
     flat = deep["cpu_seconds"] / details[sizes[-1]][0]["cpu_seconds"]
     rows.append(row("C6", f"{sizes[-1]}: cold compile, block by block, twice the depth over once", flat))
-    found, others = options_of(sizes[-1], depth, rounds, details[sizes[-1]][0])
-    return rows + found, details | others
+    option_rows, option_details = options_of(sizes[-1], depth, rounds, details[sizes[-1]][0])
+    return rows + option_rows, details | option_details
 
 
 def main() -> int:

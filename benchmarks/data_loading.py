@@ -267,18 +267,18 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
     batches = sizes.samples // BATCH
     ways[BATCHED] = steps_of(loader_steps(dataset), batches)
     ways[SINGLE] = steps_of(loader_steps(OneByOne(dataset)), batches)
-    found = in_turns(ways, rounds)
-    rates = {name: [sizes.samples / seconds for seconds in each] for name, each in found.seconds.items()}
+    times = in_turns(ways, rounds)
+    rates = {name: [sizes.samples / seconds for seconds in each] for name, each in times.seconds.items()}
     rows = [
         row("C7", "mapped rows into a reused batch buffer, on one core", rates[OURS], "samples/s", ">= 20000"),
-        row("C7", "mapped rows over torch.load per file", found.ratios(PER_FILE, OURS), target=">= 10"),
+        row("C7", "mapped rows over torch.load per file", times.ratios(PER_FILE, OURS), target=">= 10"),
     ]
     peers = [name for name in rates if name in PEERS and name != PER_FILE]
-    rows += [row("C7", f"mapped rows over {name}", found.ratios(name, OURS)) for name in peers]
+    rows += [row("C7", f"mapped rows over {name}", times.ratios(name, OURS)) for name in peers]
     rows.append(row("C7", f"{BATCHED}, batches read whole, on one core", rates[BATCHED], "samples/s"))
-    rows.append(row("C7", f"{BATCHED}, batches read whole over sample by sample", found.ratios(SINGLE, BATCHED)))
-    ahead, times = prefetched(dataset, rounds)
-    details = {"samples": sizes.samples, "batch": BATCH, **found.summary(), "prefetch": times}
+    rows.append(row("C7", f"{BATCHED}, batches read whole over sample by sample", times.ratios(SINGLE, BATCHED)))
+    ahead, prefetch_times = prefetched(dataset, rounds)
+    details = {"samples": sizes.samples, "batch": BATCH, **times.summary(), "prefetch": prefetch_times}
     return rows + ahead, details
 
 

@@ -72,7 +72,7 @@ def wrapped(config: DistributedConfig, width: int, depth: int) -> tuple[Accelera
 
 
 @contextmanager
-def noted() -> Generator[list[int]]:
+def record_all_reduces() -> Generator[list[int]]:
     """Record the bytes of every all-reduce that Python code requests in the body, as DDP hooks do."""
     sizes: list[int] = []
     real = dist.all_reduce
@@ -103,16 +103,16 @@ def counted(config: DistributedConfig, width: int, depth: int) -> tuple[dict[str
         model().backward()
     model.zero_grad()
     buckets.clear()
-    with noted() as sizes:
+    with record_all_reduces() as sizes:
         model().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    held = [*gradients, *buckets, *(x for _, state in model._comm_hooks for x in kept_by(state))]
+    held = [*gradients, *buckets, *(x for _, state in model._comm_hooks for x in tensors_kept_by(state))]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    found = {"reductions": len(sizes), "bytes": sum(sizes), "memory": sum(storages.values())}
-    return found, [g.clone() for g in gradients]
+    counts = {"reductions": len(sizes), "bytes": sum(sizes), "memory": sum(storages.values())}
+    return counts, [g.clone() for g in gradients]
 
 
-def kept_by(state: Any) -> list[Tensor]:
+def tensors_kept_by(state: Any) -> list[Tensor]:
     """Return the tensors that the state of a PowerSGD hook keeps between steps. Empty for other hooks."""
     names = ("error_dict", "p_memory_dict", "q_memory_dict")
     return [x for name in names for x in getattr(state, name, {}).values()]

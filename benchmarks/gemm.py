@@ -106,12 +106,12 @@ class ProductTimes(TorchDispatchMode):
 
 def in_products(step: Callable[[], object], clock: Callable[[], float], rounds: int) -> list[float]:
     """Return the seconds that a step spends in its products, by round, after one warm-up round."""
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(rounds + 1):
         with ProductTimes(clock) as times:
             step()
-        found.append(times.seconds)
-    return found[1:]
+        seconds.append(times.seconds)
+    return seconds[1:]
 
 
 def product(size: int, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -124,7 +124,7 @@ def measure(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Measure each precision; return rows and details."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    found: list[Row] = []
+    results: list[Row] = []
     details: dict[str, Any] = {}
     for name in precisions:
         dtype, target = DTYPES[name]
@@ -141,16 +141,18 @@ def measure(
             for way in ("step", "compiled")
         )
         reached = [work / s / 1e9 for s in times.seconds["step"]]
-        found.append(row("C9", f"{name}: share of the machine's own matrix product rate", shares, target=target))
-        found.append(row("C9", f"{name}, compiled: share of the machine's own rate", compiled, target=target))
+        results.append(row("C9", f"{name}: share of the machine's own matrix product rate", shares, target=target))
+        results.append(row("C9", f"{name}, compiled: share of the machine's own rate", compiled, target=target))
         # The step's own products are slower than square ones. A step cannot take less time than they do alone.
         alone = [work / s / rate[best] for s in in_products(step, clock, rounds)]
-        found.append(row("C9", f"{name}: the same of its products and attention, all else left out: the bound", alone))
-        found.append(row("C9", f"{name}: training step", reached, "GFLOP/s"))
-        found.append(row("C9", f"{name}: matrix product", rate[best] / 1e9, "GFLOP/s"))
+        results.append(
+            row("C9", f"{name}: the same of its products and attention, all else left out: the bound", alone)
+        )
+        results.append(row("C9", f"{name}: training step", reached, "GFLOP/s"))
+        results.append(row("C9", f"{name}: matrix product", rate[best] / 1e9, "GFLOP/s"))
         details[name] = {"flops": work, "product": best, **times.summary()}
         details[name]["spread"] = statistics.pstdev(shares)
-    return found, details
+    return results, details
 
 
 def main() -> int:

@@ -359,11 +359,11 @@ def in_own_process(
         command = [sys.executable, "-m", "benchmarks.gpu_saving", name, "--depth", str(depth)]
         command += ["--rounds", str(rounds), "--directory", directory]
         command += ["--tiny"] * machine.tiny + ["--host_bound"] * host_bound
-        given = os.environ | {"ACCELERATE_USE_CPU": str(machine.tiny).lower()}
+        environment = os.environ | {"ACCELERATE_USE_CPU": str(machine.tiny).lower()}
         limit = max(30.0, machine.left - 10)
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=given, cwd=ROOT, timeout=limit
+                command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT, timeout=limit
             )
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{name}: {limit:.0f} s were left, and were too few") from None

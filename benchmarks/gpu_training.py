@@ -357,8 +357,8 @@ def in_own_process(way: str, cache: str, machine: Machine) -> dict[str, Any]:
     """Run ``compile_once`` in a fresh process with ``cache`` as the compiler's cache directory; return its result."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--compile_once", way, "--directory", cache]
     command += ["--tiny"] if machine.tiny else []
-    given = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=given, timeout=1200)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=1200)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
     return json.loads(done.stdout.splitlines()[-1])

@@ -26,7 +26,7 @@ from torch import nn
 
 from accel_train import initial_weights
 from accel_train.runtime import rehearsal
-from benchmarks.accumulation import answer, on_processes
+from benchmarks.accumulation import exit_with_result, on_processes
 from benchmarks.method import Row, parser_of, row, write_results
 
 PROCESSES = 4
@@ -35,7 +35,7 @@ WAYS = ("once", "each")
 MODULE = "benchmarks.host_weights"
 
 
-def kib(path: str, field: str) -> int:
+def read_kib(path: str, field: str) -> int:
     """Return the KiB of ``field`` in a file with lines such as `RssAnon: 12 kB`. Raises LookupError without it."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
@@ -43,26 +43,26 @@ def kib(path: str, field: str) -> int:
     raise LookupError(f"{path} has no {field}")
 
 
-def held(processes: Sequence[int]) -> int:
+def held_bytes(processes: Sequence[int]) -> int:
     """Return the bytes of private memory of these processes, plus all shared memory of the machine."""
-    own = sum(kib(f"/proc/{process}/status", "RssAnon") for process in processes)
-    return 1024 * (own + kib("/proc/meminfo", "Shmem"))
+    own = sum(read_kib(f"/proc/{process}/status", "RssAnon") for process in processes)
+    return 1024 * (own + read_kib("/proc/meminfo", "Shmem"))
 
 
 @contextmanager
-def most(processes: Sequence[int]) -> Generator[list[int]]:
+def sampled_memory(processes: Sequence[int]) -> Generator[list[int]]:
     """Sample `held` every 5 ms in the body. Yields a list of the bytes at the start and the peak since then."""
-    found = [held(processes)] * 2
+    memory = [held_bytes(processes)] * 2
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.005):
-            found[1] = max(found[1], held(processes))
+            memory[1] = max(memory[1], held_bytes(processes))
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield found
+        yield memory
     finally:
         ended.set()
         thread.join()
@@ -80,7 +80,7 @@ def work(way: str, width: int, layers: int) -> dict[str, Any]:
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
     processes = gather_object([os.getpid()])
-    with most(processes) as memory:
+    with sampled_memory(processes) as memory:
         accelerator.wait_for_everyone()
         began = time.perf_counter()
         model = make() if way == "each" else initial_weights.build_once_per_host(accelerator, make)
@@ -109,14 +109,14 @@ def main() -> int:
     parser.add_argument("--worker", choices=WAYS, help="be one of the processes")
     options = parser.parse_args()
     if options.worker:
-        answer(work(options.worker, *((64, 2) if options.tiny else (WIDTH, LAYERS))))
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        exit_with_result(work(options.worker, *((64, 2) if options.tiny else (WIDTH, LAYERS))))
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     # New processes each time, because one that has built a model keeps freed memory for the next.
     for _ in range(2 if options.tiny else options.rounds):
-        for way, rounds in found.items():
+        for way, rounds in results.items():
             rounds.append(on_processes(MODULE, [way, *(["--tiny"] if options.tiny else [])], PROCESSES))
-    rows = rows_of(found["once"], found["each"])
-    return 0 if write_results(options.output, "Initial weights once per host", rows, found) else 1
+    rows = rows_of(results["once"], results["each"])
+    return 0 if write_results(options.output, "Initial weights once per host", rows, results) else 1
 
 
 if __name__ == "__main__":

@@ -224,14 +224,14 @@ def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str,
         trained: list[float] = []
         timed: dict[str, Callable[[], object]] = {n: repeated(s, steps) for n, s in ways.items()}
         timed |= {"looking": timed["ours"]} | {n: remembering(timed[n]) for n in ("ours", "torch")}
-        found = in_turns(timed | {"trainer": lambda: trained.append(trainer())}, rounds)
+        times = in_turns(timed | {"trainer": lambda: trained.append(trainer())}, rounds)
         pauses = collections(mine, 10 * steps)
-    over = {n: [1e6 * d / steps for d in found.differences(n, "raw")] for n in timed if n != "raw"}
-    plain = found.median("raw") / steps
+    over = {n: [1e6 * d / steps for d in times.differences(n, "raw")] for n in timed if n != "raw"}
+    plain = times.median("raw") / steps
     over["trainer"] = [1e6 * (seconds - plain) for seconds in trained[-rounds:]]
-    least = {n: 1e6 * (min(found.seconds[n]) - min(found.seconds["raw"])) / steps for n in timed}
+    least = {n: 1e6 * (min(times.seconds[n]) - min(times.seconds["raw"])) / steps for n in timed}
     details = {"steps_per_round": steps, "reads_of_a_step": reads, "least_over_raw_us": least, "collections": pauses}
-    return rows_of(over, reads, pauses), details | found.summary(), absent
+    return rows_of(over, reads, pauses), details | times.summary(), absent
 
 
 def repeated(step: Step, steps: int) -> Callable[[], object]:
@@ -287,10 +287,10 @@ def collections(step: Step, steps: int) -> dict[str, float]:
             if number % 50 == 0:
                 step_overhead.collect_garbage()
 
-    found = {"automatic": longest(repeated(step, steps)), "full": longest(gc.collect)}
+    pauses = {"automatic": longest(repeated(step, steps)), "full": longest(gc.collect)}
     with step_overhead.garbage_frozen():
-        found["frozen"] = longest(at_log_points)
-    return found
+        pauses["frozen"] = longest(at_log_points)
+    return pauses
 
 
 def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[str, float]) -> list[Row]:
@@ -303,18 +303,18 @@ def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[st
         "trainer": "HF Trainer",
     }
     unit = "us per step"
-    found = [row("C1", "our loop over the raw loop", over["ours"], unit, goal="<= 40")]
-    found += [row("C1", f"{names[n]} over the raw loop", over[n], unit) for n in names if n in over]
+    rows = [row("C1", "our loop over the raw loop", over["ours"], unit, goal="<= 40")]
+    rows += [row("C1", f"{names[n]} over the raw loop", over[n], unit) for n in names if n in over]
     for name, which in (("ours", "our loop"), ("looking", "our loop, lookups as they are")):
         saved = [b - a for a, b in zip(over[name], over["accelerate"], strict=True)]
-        found.append(row("C1", f"Accelerate's idiom less {which}", saved, unit, "> 0"))
-    found.append(row("C1", "reads of the device in a step that does not log", sum(reads.values()), "count", "<= 0"))
+        rows.append(row("C1", f"Accelerate's idiom less {which}", saved, unit, "> 0"))
+    rows.append(row("C1", "reads of the device in a step that does not log", sum(reads.values()), "count", "<= 0"))
     texts = {
         "automatic": "the longest that Python started in these steps",
         "full": "a full one, which Python starts at a step of its choice",
         "frozen": "the longest at log points, all else frozen",
     }
-    return found + [row("C1", f"garbage collection: {texts[n]}", pauses[n], "ms") for n in texts]
+    return rows + [row("C1", f"garbage collection: {texts[n]}", pauses[n], "ms") for n in texts]
 
 
 def main() -> int:

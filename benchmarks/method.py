@@ -77,30 +77,30 @@ def row(
 ) -> Row:
     """Return a row from the values of its rounds. A single value, such as a count, is exact and has no interval."""
     values = [float(values)] if isinstance(values, (int, float)) else [float(v) for v in values]
-    found = estimate(values)
+    estimated = estimate(values)
     verdict: str = "reported" if target is None else decide(read_gate(f"value {target}"), values).verdict
-    interval = None if found.low is None or found.high is None else (found.low, found.high)
+    interval = None if estimated.low is None or estimated.high is None else (estimated.low, estimated.high)
     reached = None if goal is None else REACHED[decide(read_gate(f"value {goal}"), values).verdict]
-    return Row(id, name, unit, found.median, interval, found.count, target, verdict, goal, reached)
+    return Row(id, name, unit, estimated.median, interval, estimated.count, target, verdict, goal, reached)
 
 
-def cells(found: Row) -> tuple[str, str, str, str]:
+def cells(measured: Row) -> tuple[str, str, str, str]:
     """Return the texts of a row: value, interval, target and goal, and the verdicts."""
-    unit = "" if found.unit == "count" else f" {found.unit}"
-    between = "" if found.interval is None else f"{found.interval[0]:.4g} to {found.interval[1]:.4g}"
-    against = [f"{found.target}{unit}"] if found.target else []
-    against += [f"goal {found.goal}{unit}"] if found.goal else []
-    verdict = found.verdict if found.target or not found.goal else ""
+    unit = "" if measured.unit == "count" else f" {measured.unit}"
+    between = "" if measured.interval is None else f"{measured.interval[0]:.4g} to {measured.interval[1]:.4g}"
+    against = [f"{measured.target}{unit}"] if measured.target else []
+    against += [f"goal {measured.goal}{unit}"] if measured.goal else []
+    verdict = measured.verdict if measured.target or not measured.goal else ""
     out = [verdict] if verdict else []
-    out += [f"goal {found.goal_verdict}"] if found.goal else []
-    return f"{found.value:.4g}{unit}", between, ", ".join(against), ", ".join(out)
+    out += [f"goal {measured.goal_verdict}"] if measured.goal else []
+    return f"{measured.value:.4g}{unit}", between, ", ".join(against), ", ".join(out)
 
 
-def line(found: Row) -> str:
+def line(measured: Row) -> str:
     """Return a row as a line for the console."""
-    value, between, against, verdict = cells(found)
+    value, between, against, verdict = cells(measured)
     parts = [value, *([f"({between})"] if between else []), *([f"against {against}"] if against else [])]
-    return f"{found.id:8} {found.name}: {' '.join(parts)}: {verdict}"
+    return f"{measured.id:8} {measured.name}: {' '.join(parts)}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.thr
 
 def largest(values: Iterable[float]) -> float:
     """Return the largest value, or NaN if any is NaN, which ``max`` may skip."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def largest_difference(found: Sequence[float], reference: Sequence[float]) -> float:
@@ -165,16 +165,16 @@ def in_turns(
     a = torch.randn(256, 256)
     probe: Callable[[], object] = lambda: a @ a  # noqa: E731
     seconds_of(probe, repeats=200)
-    found: list[dict[str, float]] = []
+    timed: list[dict[str, float]] = []
     probes: list[float] = []
     for number in range(warm_up + rounds):
         before = seconds_of(probe, repeats=100)
         times = {name: seconds_of(work, clock, repeats) for name, work in ways.items()}
         if number >= warm_up:
-            found.append(times)
+            timed.append(times)
             probes.append(max(before, seconds_of(probe, repeats=100)))
     usual = statistics.median(probes)
-    kept = [times for times, p in zip(found, probes, strict=True) if p <= DISTURBED * usual]
+    kept = [times for times, p in zip(timed, probes, strict=True) if p <= DISTURBED * usual]
     return Rounds({name: [times[name] for times in kept] for name in ways}, rounds)
 
 
@@ -194,7 +194,7 @@ def on_cpu() -> None:
 def facts(gpu: bool = False) -> dict[str, Any]:
     """Return hardware, versions, commit, date and command of this run. ``gpu``: a GPU was used, describe it too."""
     versions = package_versions() | {n: v for n in PEERS if (v := installed(n)) is not None}
-    found = {
+    entries = {
         "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
         "torch_threads": torch.get_num_threads(),
         "versions": dict(sorted(versions.items())),
@@ -205,7 +205,7 @@ def facts(gpu: bool = False) -> dict[str, Any]:
         "command": f"python -m {module_name()} {command_line(without_folders(sys.argv[1:]))}".rstrip(),
         "load_average": round(os.getloadavg()[0], 2),
     }
-    return found | ({"gpu": gpu_facts()} if gpu else {})
+    return entries | ({"gpu": gpu_facts()} if gpu else {})
 
 
 def gpu_facts() -> dict[str, Any]:

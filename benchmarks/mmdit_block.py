@@ -134,14 +134,14 @@ def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> 
         with Counter() as counter:
             step()
         counts[name] = counter.count
-    found = in_turns(steps, rounds, repeats=repeats)
+    times = in_turns(steps, rounds, repeats=repeats)
     fewer = "<= 0.70" if kind == "SD3" else None
     rows = [
         row("C2", f"{kind} block: relative difference to diffusers' with its weights", difference, target="<= 1e-5"),
         row("C2", f"{kind} block: operators over diffusers'", counts["ours"] / counts["diffusers"], target=fewer),
-        row("C2", f"{kind} block: speed over diffusers'", found.ratios("diffusers", "ours"), "x", ">= 1", ">= 1.05"),
+        row("C2", f"{kind} block: speed over diffusers'", times.ratios("diffusers", "ours"), "x", ">= 1", ">= 1.05"),
     ]
-    return rows, {"operators": counts, **found.summary()}
+    return rows, {"operators": counts, **times.summary()}
 
 
 def main() -> int:
@@ -159,8 +159,8 @@ def main() -> int:
     if find_spec("diffusers") is None:
         absent["diffusers"] = "not installed; pip install diffusers"
     for name, qk_norm in () if absent else (("SD3", False), ("SD3.5", True)):
-        found, details[name] = measure(name, qk_norm, options.width, options.rounds, options.repeats)
-        rows += found
+        kind_rows, details[name] = measure(name, qk_norm, options.width, options.rounds, options.repeats)
+        rows += kind_rows
     return 0 if write_results(options.output, "C2: the MMDiT block", rows, details, absent) else 1
 
 

@@ -35,9 +35,9 @@ def start(optimizer: str, lr: float, directory: Path, options: argparse.Namespac
     command = [sys.executable, "recipes/pde.py", "--optimizer.name", optimizer, "--optimizer.lr", str(lr)]
     command += ["--output_dir", str(directory), "--log.log_every", "10", *options.flags]
     command += ["--max_steps", str(options.max_steps)] if options.max_steps else []
-    given = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (directory.with_suffix(".log")).open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def curve(directory: Path) -> list[tuple[int, float, float]]:

@@ -127,18 +127,18 @@ def finite(result: dict[str, Any]) -> bool:
 
 def rows_of(runs: dict[str, Any]) -> list[Row]:
     """Return rows: memory of each run, the step time of bf16 runs, and the loss difference of fp32 runs."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for name, result in runs.items():
         if "step_seconds" not in result:
             continue
         if "memory_peak_gib" in result:
-            found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
+            rows.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
         if "loss_difference_to_one_process" not in result:
-            found.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
+            rows.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
         elif result["loss_difference_to_one_process"] is not None:
             apart = result["loss_difference_to_one_process"]
-            found.append(row("presets", f"{name}: largest relative difference of a loss to one process", apart))
-    return found
+            rows.append(row("presets", f"{name}: largest relative difference of a loss to one process", apart))
+    return rows
 
 
 def print_run(name: str, result: dict[str, Any]) -> None:

@@ -99,15 +99,15 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
 
 def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
     """Measure one workload: ``count`` parameters of this shape; return rows and details."""
-    found = in_turns(ways_of(shape, count), rounds, clock=clock())
+    times = in_turns(ways_of(shape, count), rounds, clock=clock())
     values = prod(shape) * count
     rows = [
-        row("C3", f"{name}: fused AdamW, {STEP} bytes a value", STEP * values / found.median("fused") / 1e9, "GB/s"),
-        row("C3", f"{name}: speed of fused AdamW over the for-loop", found.ratios("loop", "fused"), target=">= 4.5"),
-        row("C3", f"{name}: speed of fused AdamW over foreach", found.ratios("foreach", "fused")),
+        row("C3", f"{name}: fused AdamW, {STEP} bytes a value", STEP * values / times.median("fused") / 1e9, "GB/s"),
+        row("C3", f"{name}: speed of fused AdamW over the for-loop", times.ratios("loop", "fused"), target=">= 4.5"),
+        row("C3", f"{name}: speed of fused AdamW over foreach", times.ratios("foreach", "fused")),
     ]
     bound = f"{name}: for-loop over fused AdamW of as many values in one tensor: the bound of joining them"
-    rows.append(row("C3", bound, found.ratios("loop", "one tensor")))
+    rows.append(row("C3", bound, times.ratios("loop", "one tensor")))
     rows.append(row("C3", f"{name}: {WHOLE} bytes of norm, step and average over those of the step", WHOLE / STEP))
     texts = {
         "norm, step, average": "norm, step, average over the step alone",
@@ -116,8 +116,8 @@ def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[
     }
     for way, text in texts.items():
         target = None if way == "norm, clip, step, average" else "<= 1.6"
-        rows.append(row("C3", f"{name}: {text}", found.ratios(way, "fused"), target=target))
-    return rows, found.summary()
+        rows.append(row("C3", f"{name}: {text}", times.ratios(way, "fused"), target=target))
+    return rows, times.summary()
 
 
 def clock() -> Callable[[], float]:
@@ -148,9 +148,9 @@ def others(rounds: int) -> tuple[list[Row], dict[str, str]]:
     for p in groups[0]["params"]:
         p.grad = torch.randn(512, 512) * 1e-3
     ways["adamw_offload (on CPU tensors: its copies alone)"] = HostAdamW(groups, betas=(0.9, 0.95), eps=1e-8).step
-    found = in_turns(ways, min(rounds, 5), clock=clock())
+    times = in_turns(ways, min(rounds, 5), clock=clock())
     rows = [
-        row("C3", f"4 matrices of 512 x 512: {n} over AdamW", found.ratios(n, "adamw")) for n in ways if n != "adamw"
+        row("C3", f"4 matrices of 512 x 512: {n} over AdamW", times.ratios(n, "adamw")) for n in ways if n != "adamw"
     ]
     return rows, absent
 
@@ -166,10 +166,10 @@ def main() -> int:
     rows: list[Row] = []
     details: dict[str, Any] = {}
     for name, (shape, count) in (TINY if options.tiny else WORKLOADS).items():
-        found, details[name] = measure(name, shape, count, options.rounds)
-        rows += found
-    found, absent = others(options.rounds)
-    return 0 if write_results(options.output, "C3: optimizers", rows + found, details, absent) else 1
+        more_rows, details[name] = measure(name, shape, count, options.rounds)
+        rows += more_rows
+    more_rows, absent = others(options.rounds)
+    return 0 if write_results(options.output, "C3: optimizers", rows + more_rows, details, absent) else 1
 
 
 if __name__ == "__main__":

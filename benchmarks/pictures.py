@@ -128,8 +128,8 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
         cache_dir=str(folder / "scans"),
     )
     data = prepare_pictures(config).train
-    found = in_turns(ways_of(folder, data, sizes), rounds, clock=time.process_time)
-    rates = [sizes.pictures / seconds for seconds in found.seconds[DECODED]]
+    times = in_turns(ways_of(folder, data, sizes), rounds, clock=time.process_time)
+    rates = [sizes.pictures / seconds for seconds in times.seconds[DECODED]]
     width, height = sizes.picture
     name = f"JPEG of {width} x {height} decoded, verified and rendered at {sizes.resolution}, on one core"
     rows = [
@@ -137,16 +137,16 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
         row(
             "pictures",
             "data of a second epoch over the first, latents cached, without a training step",
-            found.ratios(FIRST, SECOND),
+            times.ratios(FIRST, SECOND),
             target=">= 3",
         ),
         row(
             "pictures",
             "data of an epoch with cached latents over one without a cache, without a training step",
-            found.ratios(UNCACHED, SECOND),
+            times.ratios(UNCACHED, SECOND),
         ),
     ]
-    return rows, {"pictures": sizes.pictures, "batch": BATCH, **found.summary()}
+    return rows, {"pictures": sizes.pictures, "batch": BATCH, **times.summary()}
 
 
 def main() -> int:

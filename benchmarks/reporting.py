@@ -111,8 +111,8 @@ def measure(processes: int, steps: int, flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += ["-m", "benchmarks.reporting", "--worker", folder, "--steps", str(steps), *flags]
-        given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=given)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
         path = Path(folder) / "found.json"
         if not path.exists():
             raise RuntimeError(done.stderr[-3000:])

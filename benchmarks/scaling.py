@@ -147,12 +147,12 @@ def command(layout: Layout, folder: Path, worker: list[str], host: int = 0) -> l
     else:
         text = (CONFIGS / "multi_node.yaml").read_text()
         file.write_text(text.replace("num_processes: 16", f"num_processes: {layout.processes}"))
-    found = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(file)]
+    words = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(file)]
     if layout.hosts == 1:
-        found += ["--num_processes", str(layout.processes)]
+        words += ["--num_processes", str(layout.processes)]
     else:
-        found += ["--machine_rank", str(host), "--main_process_ip", ADDRESSES[0]]
-    return [*found, str(Path(__file__)), "--worker", *worker]
+        words += ["--machine_rank", str(host), "--main_process_ip", ADDRESSES[0]]
+    return [*words, str(Path(__file__)), "--worker", *worker]
 
 
 @contextmanager
@@ -181,20 +181,20 @@ def namespaces() -> Iterator[list[tuple[str, str]]]:
 
 def run(layout: Layout, folder: Path, worker: list[str]) -> dict[str, Any]:
     """Run one layout in new processes; return the result of rank 0. Raises RuntimeError if there is none."""
-    given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     if layout.hosts == 1:
-        outputs = [start(command(layout, folder, worker), given)]
-        texts = [process.communicate()[0] for process in outputs]
+        processes = [start(command(layout, folder, worker), environment)]
+        texts = [process.communicate()[0] for process in processes]
     else:
         with namespaces() as hosts:
-            outputs = [
+            processes = [
                 start(
                     ["ip", "netns", "exec", name, *command(layout, folder, worker, host)],
-                    given | {"GLOO_SOCKET_IFNAME": device},
+                    environment | {"GLOO_SOCKET_IFNAME": device},
                 )
                 for host, (name, device) in enumerate(hosts)
             ]
-            texts = [process.communicate()[0] for process in outputs]
+            texts = [process.communicate()[0] for process in processes]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(f"{layout}: {texts[0][-3000:]}")

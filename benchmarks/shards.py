@@ -109,11 +109,11 @@ def main() -> int:
         in_blocks = StepSampler(len(order), BATCH, 0, blocks=order)
         runs = {name: epochs(read, in_blocks) for name, read in ways.items()}
         runs[SHUFFLED] = epochs(ways[MAPPED], StepSampler(len(order), BATCH, 0))
-        found = in_turns(runs, 2 if options.tiny else options.rounds)
-    rates = {name: [len(order) / seconds for seconds in each] for name, each in found.seconds.items()}
+        times = in_turns(runs, 2 if options.tiny else options.rounds)
+    rates = {name: [len(order) / seconds for seconds in each] for name, each in times.seconds.items()}
     rows = [row("shards", f"texts {name}", values, "rows/s") for name, values in rates.items()]
-    rows += [row("shards", f"{OURS} over {name}", found.ratios(name, OURS)) for name in (MEMORY, MAPPED, SHUFFLED)]
-    details = {"rows": len(order), "batch": BATCH, **found.summary()}
+    rows += [row("shards", f"{OURS} over {name}", times.ratios(name, OURS)) for name in (MEMORY, MAPPED, SHUFFLED)]
+    details = {"rows": len(order), "batch": BATCH, **times.summary()}
     return 0 if write_results(options.output, "shards: reading rows larger than memory", rows, details, {}) else 1
 
 

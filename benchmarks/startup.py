@@ -65,7 +65,7 @@ def environment(cache: Path) -> dict[str, str]:
     return os.environ | {"ACCEL_TRAIN_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
 
 
-def answer(arguments: list[str], cache: Path) -> None:
+def run_to_end(arguments: list[str], cache: Path) -> None:
     """Run Python with these arguments to its end. Raises RuntimeError unless the exit code is 0 or 2."""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment(cache), capture_output=True, text=True, check=False)
@@ -117,11 +117,11 @@ def import_shares(recipe: str, cache: Path) -> dict[str, float]:
 
 def ways(cache: Path, empty: Path) -> dict[str, Callable[[], object]]:
     """Return every start to time, by name."""
-    runs: dict[str, Callable[[], object]] = {n: partial(answer, a, cache) for n, a in (ANSWERS | FLOORS).items()}
+    runs: dict[str, Callable[[], object]] = {n: partial(run_to_end, a, cache) for n, a in (ANSWERS | FLOORS).items()}
     runs["the imports of mmdit.py"] = partial(
-        answer, ["-c", "import sys; sys.path.insert(0, 'recipes'); import mmdit"], cache
+        run_to_end, ["-c", "import sys; sys.path.insert(0, 'recipes'); import mmdit"], cache
     )
-    runs["accelerate launch of an empty script"] = partial(answer, [*launcher(), str(empty)], cache)
+    runs["accelerate launch of an empty script"] = partial(run_to_end, [*launcher(), str(empty)], cache)
     runs["accelerate launch mmdit.py, to step 1"] = partial(first_step, [*launcher(), "recipes/mmdit.py"], cache)
     runs["python mmdit.py, to step 1"] = partial(first_step, ["recipes/mmdit.py"], cache)
     return runs
