@@ -181,9 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=QUALITY)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max_steps", type=int, help="of every run; as the presets say")
+    parser.add_argument("--max_steps", type=int, help="steps of every run; default: those of the presets")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda tries what needs a GPU as well")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda also tries options that need a GPU"
+    )
     options = parser.parse_args(arguments)
     gpu = options.device == "cuda"
     if not gpu:

@@ -158,7 +158,9 @@ def measure(
 def main() -> int:
     """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=7)
-    parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of threads; wall time is measured with more than one"
+    )
     parser.add_argument("--rows", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

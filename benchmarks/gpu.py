@@ -165,7 +165,9 @@ def main() -> int:
     """Measure, print and write the parts. Returns 1 if one is incomplete or misses a target, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results go")
-    parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing: does the script work")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, to test that the script works; results mean nothing"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--limit_seconds", type=float, default=1200.0)
     parser.add_argument("--compile_once", choices=("regional", "full"), help="print the compile time as JSON and stop")

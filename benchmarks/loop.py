@@ -320,7 +320,7 @@ def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[st
 def main() -> int:
     """Measure, print and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=20)
-    parser.add_argument("--steps", type=int, default=200, help="of each way in each round")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each contender in each round")
     options = parser.parse_args()
     if options.tiny:
         options.rounds, options.steps = 2, 5

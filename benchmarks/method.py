@@ -268,5 +268,7 @@ def parser_of(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing: does the script work")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, to test that the script works; results mean nothing"
+    )
     return parser

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep and write the result. Returns 1 if a run fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--max_steps", type=int, help="of every run; as the demo says")
+    parser.add_argument("--max_steps", type=int, help="steps of every run; default: those of the demo")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("flags", nargs="*", help="further options of the recipe, after --")
     options = parser.parse_args(arguments)

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--dry_run", action="store_true", help="on CPU, three steps each")
-    parser.add_argument("--limit_seconds", type=float, default=580.0, help="after which no run begins")
+    parser.add_argument("--limit_seconds", type=float, default=580.0, help="seconds after which no run starts")
     parser.add_argument("--only", nargs="+", default=list(LAUNCH_FILES), choices=LAUNCH_FILES)
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():

@@ -158,7 +158,9 @@ def others(rounds: int) -> tuple[list[Row], dict[str, str]]:
 def main() -> int:
     """Measure every workload and write the rows. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=10)
-    parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of threads; wall time is measured with more than one"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.tiny:

@@ -245,7 +245,7 @@ def describe(layout: Layout, runs: list[dict[str, Any]], alone: list[dict[str, A
 def main() -> int:
     """Run every layout and write the rows, or be a process of one. Returns 1 if a target is missed, else 0."""
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each layout in a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each layout in a round")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     options = parser.parse_args()
     if options.worker:

@@ -113,9 +113,11 @@ def main() -> int:
     """Run the selected jobs and write the page. Returns 1 if a target is missed or a script fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS)
-    parser.add_argument("--long", action="store_true", help="also what takes more than ten minutes")
+    parser.add_argument("--long", action="store_true", help="also run jobs of more than ten minutes")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results go")
-    parser.add_argument("--tiny", action="store_true", help="do the scripts work; figures mean nothing, no page")
+    parser.add_argument(
+        "--tiny", action="store_true", help="test that the scripts work: results mean nothing, no page is written"
+    )
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     codes: dict[str, int] = {}
