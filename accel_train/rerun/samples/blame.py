@@ -80,7 +80,9 @@ class Blame:
     """Furthest out first."""
     suspects: Sequence[int]
     without_suspects: Mapping[str, float] | None
-    """The step with weight 0 for every suspect. None without suspects."""
+    """The step with weight 0 for every suspect. None without suspects, and if every sample is one."""
+    finite_weights: bool
+    """False if a weight before the step is NaN or infinite. No sample is a suspect then."""
 
     @property
     def as_recorded(self) -> bool:
@@ -170,6 +172,7 @@ def _read(request: Request, run: RecordedRun, measured: Mapping[str, Any]) -> Bl
         samples=sorted(samples, key=lambda sample: -sample.distance),
         suspects=measured["suspects"],
         without_suspects=None if without is None else _numbers(without),
+        finite_weights=measured["finite_weights"],
     )
 
 
@@ -205,11 +208,6 @@ def report(found: Blame, top: int) -> list[str]:
         )
         lines.append(f"no distance: {few}")
         nothing = f"no suspects can be told: {few}"
-        if not any(map(math.isfinite, norms)):
-            nothing = (
-                f"no suspects can be told: the gradient of every sample of step {found.step} is not finite, so the "
-                "weights are at fault, and with them an earlier step"
-            )
     else:
         lines.append(
             f"distance: of the log gradient norm from the median {middle:.4g} of {usual} samples, in "
@@ -217,9 +215,19 @@ def report(found: Blame, top: int) -> list[str]:
         )
     if found.as_recorded:
         lines.append("loss and gradient norm of the whole step have the bits that the run logged")
+    if not found.finite_weights:
+        nothing = (
+            f"no suspects: the weights before step {found.step} are not finite, so they are at fault, and with them an "
+            "earlier step"
+        )
     lines += _comparison(found)
     if not found.suspects:
         return [*lines, nothing]
+    if len(found.suspects) == len(found.samples) > 1:
+        lines.append(
+            f"every sample of step {found.step} is a suspect, with finite weights: if these samples are sound, the "
+            "weights have grown too large, and a lower learning rate may help"
+        )
     # At the end, to be copied into the next command.
     return [*lines, f"suspects: {' '.join(map(str, found.suspects))}"]
 

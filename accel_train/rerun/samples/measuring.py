@@ -7,7 +7,6 @@ recipe's own lines compute them: the same weights, and the same noise, because d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,18 +73,19 @@ def _measured(batches: StepBatches, training: Training, request: Request) -> Ite
         samples.append({"sample": int(sample["sample"]), "position": int(sample["position"]), "values": values})
     apart = distances(norms)
     suspects: set[int] = set()
-    # If no sample is finite, the weights are at fault, and the step without all of them says nothing.
-    tells = any(map(math.isfinite, norms)) or len(norms) == 1
+    # Weights that are not finite make losses so, whatever the samples are.
+    finite_weights = all(bool(parameter.isfinite().all()) for parameter in training.prepared.model.parameters())
     for sample, distance in zip(samples, apart, strict=True):
         sample["distance"] = distance
-        if tells and distance > request.limit:
+        if finite_weights and distance > request.limit:
             suspects.add(int(str(sample["sample"])))
     without: Mapping[str, float] | None = None
-    if suspects:
+    # The step without all of its samples would be 0 / 0.
+    if 0 < len(suspects) < len(samples):
         yield StepBatches(batches.step, _without(batches.micro_batches, sorted(suspects)), 0.0)
         without = results.pop().fields()
     content = {"whole": whole, "samples": samples, "suspects": sorted(suspects), "without_suspects": without}
-    write_json(Path(request.path), content)
+    write_json(Path(request.path), content | {"finite_weights": finite_weights})
 
 
 def _one_by_one(batches: StepBatches) -> Iterator[Batch]:

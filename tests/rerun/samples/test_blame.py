@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.rerun import recorded
 from accel_train.rerun.recorded import RecordedRun
-from accel_train.rerun.samples import again, blame, suspects
+from accel_train.rerun.samples import again, blame, measuring, suspects
 from accel_train.store import strict_json
 from tests.rerun import recording
 from tests.rerun.samples import planted
@@ -83,27 +87,62 @@ def test_ten_fields_out_of_scale_are_found_among_two_hundred(tmp_path: Path, mon
     assert_planted_samples_are_found("pde", tmp_path, "--data.train_samples", "256")
 
 
-def test_the_step_that_ended_a_run_is_blamed_on_its_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("batch", [4, 2])
+def test_the_step_that_ended_a_run_is_blamed_on_its_samples(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is not finite, so the run wrote no line of it."""
+    """It is not finite, so the run wrote no line of it. In the batch of two, neither sample is finite."""
     planted.fork_observed(monkeypatch)
-    flags = "--modes.weights 0 0 1 --latent.loss mse --global_batch_size 4 --log.log_every 5".split()
+    flags = f"--modes.weights 0 0 1 --latent.loss mse --global_batch_size {batch} --log.log_every 5".split()
+    flags += ["--micro_batch_size", str(batch)]
     file = planted.write_recipe(tmp_path / "clean.py", "mmdit", [])
     clean = planted.record(file, "mmdit", tmp_path / "clean", *flags)
-    order = StepSampler(round(12 * 4 / clean.train_lines()[12]["epoch"]), 4, 0)
-    bad = order.draws(6)[1].sample
-    file = planted.write_recipe(tmp_path / "poisoned.py", "mmdit", [bad], math.nan)
+    order = StepSampler(round(12 * batch / clean.train_lines()[12]["epoch"]), batch, 0)
+    drawn = [draw.sample for draw in order.draws(6)]
+    bad = sorted(drawn if batch == 2 else drawn[1:2])
+    file = planted.write_recipe(tmp_path / "poisoned.py", "mmdit", bad, math.nan)
     run = planted.record(file, "mmdit", tmp_path / "poisoned", *flags, code=1)
     assert "of step 7 is not finite" in run.output
     words = ["blame", str(run.directory), "--recipe", str(file), "--step"]
     assert cli._main([*words, "7"]) == 0
     receipt = strict_json.read_object(run.directory / "report" / "blame-step-7.json")
-    assert receipt["suspects"] == [bad]
+    assert receipt["suspects"] == bad
+    assert receipt["finite_weights"]
     assert receipt["whole"]["loss"] == "NaN"
+    # Of the batch of two nothing is left without them.
+    assert (receipt["without_suspects"] is None) == (batch == 2)
+    assert capsys.readouterr().out.splitlines()[-2] == f"suspects: {' '.join(map(str, bad))}"
     with pytest.raises(UsageError, match=r"--step 8: .* ends at step 6; a step up to 7 is required"):
         cli._main([*words, "8"])
-    capsys.readouterr()
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 1.0])
+def test_weights_are_blamed_only_where_they_are_not_finite(weight: float, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight[1, 0] = weight
+    training: Any = SimpleNamespace(prepared=SimpleNamespace(model=model))
+    batch = {"sample": torch.tensor([8, 5]), "position": torch.arange(2), "weight": torch.ones(2)}
+    values = {"loss": math.nan, "grad_norm": math.nan}
+    request = measuring.Request(7, 6.0, str(tmp_path / "observed.json"))
+    for _ in measuring._measured(StepBatches(6, [batch], 0.0), training, request):
+        training.measure(SimpleNamespace(fields=lambda: values))
+    measured = strict_json.read_object(Path(request.path))
+    run = RecordedRun("", tmp_path, {}, [], [])
+    found = blame._read(blame.Request("", 7), run, measured)
+    assert found.without_suspects is None
+    if weight == 1.0:
+        assert (found.finite_weights, found.suspects) == (True, [5, 8])
+        assert blame.report(found, 8)[-2:] == [
+            "every sample of step 7 is a suspect, with finite weights: if these samples are sound, the weights have "
+            "grown too large, and a lower learning rate may help",
+            "suspects: 5 8",
+        ]
+    else:
+        assert (found.finite_weights, found.suspects) == (False, [])
+        assert blame.report(found, 8)[-1] == (
+            "no suspects: the weights before step 7 are not finite, so they are at fault, and with them an earlier step"
+        )
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -116,7 +155,7 @@ def test_a_run_that_cannot_be_written_to_is_measured_all_the_same(
     run = RecordedRun(str(tmp_path), tmp_path, {"run_id": "e6c2cc91e152"}, [], [])
     values = {"loss": 2.0, "grad_norm": 3.0}
     one = {"sample": 8, "position": 0, "values": values, "distance": 0.5}
-    measured = {"samples": [one], "whole": values, "suspects": [], "without_suspects": None}
+    measured = {"samples": [one], "whole": values, "suspects": [], "without_suspects": None, "finite_weights": True}
     monkeypatch.setattr(recorded, "open_run", lambda place: run)
     monkeypatch.setattr(recorded, "recipe_of", lambda run, recipe: tmp_path / "recipe.py")
     # The training itself is tested above.
@@ -137,7 +176,7 @@ def test_a_step_of_few_samples_says_that_it_has_no_distances() -> None:
         blame.Sample(number, number, {"loss": 2.0, "grad_norm": norm}, distance)
         for number, (norm, distance) in enumerate(zip(norms, suspects.distances(norms), strict=True))
     ]
-    found = blame.Blame(7, 6.0, None, {"loss": 2.0, "grad_norm": 3.0}, samples, [], None)
+    found = blame.Blame(7, 6.0, None, {"loss": 2.0, "grad_norm": 3.0}, samples, [], None, finite_weights=True)
     lines = blame.report(found, 8)
     text = "\n".join(lines)
     assert "inf" not in text
@@ -145,16 +184,6 @@ def test_a_step_of_few_samples_says_that_it_has_no_distances() -> None:
     assert f"no distance: {needed}" in lines
     assert lines[-1] == f"no suspects can be told: {needed}"
     assert "stands out" not in text
-
-
-def test_a_step_without_a_finite_sample_blames_the_weights() -> None:
-    values = {"loss": math.nan, "grad_norm": math.nan}
-    samples = [blame.Sample(number, number, values, math.inf) for number in range(12)]
-    lines = blame.report(blame.Blame(7, 6.0, None, values, samples, [], None), 8)
-    assert lines[-1] == (
-        "no suspects can be told: the gradient of every sample of step 7 is not finite, so the weights are at fault, "
-        "and with them an earlier step"
-    )
 
 
 def test_distances_are_those_of_the_median_and_its_deviations() -> None:
