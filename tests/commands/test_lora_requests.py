@@ -76,19 +76,32 @@ def test_a_plan_with_overwrite_does_not_delete_the_run_at_each_start(
     assert "overwrite" not in read_tree(plan)
 
 
-def test_the_pictures_of_an_evaluation_on_changed_data_are_found(
-    run: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("written", ["report", "report/other_data"])
+def test_an_earlier_evaluation_of_other_data_is_not_taken_for_that_of_the_run(
+    written: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The newest step is evaluated on the data of the plan, which may be others than it was trained on."""
+    launched: list[Any] = []
+
+    def launch(request: Any) -> int:
+        launched.append(request.arguments)
+        (run / written / "evaluation.json").write_text('{"step": 3, "loss": 0.5}')
+        return 0
+
+    monkeypatch.setattr("accel_train.commands.launch.launch", launch)
     plan = run / "plan.yaml"
     plan.write_text(plan.read_text() + "evaluation: {prompts: [a flag]}\n")
     commit_checkpoint(run, torch.nn.Linear(2, 2), {}, lambda assets: None)
     (run / "metrics.jsonl").touch()
     other = run / "report" / "other_data"
     other.mkdir(parents=True)
-    (other / "evaluation.json").write_text('{"step": 3}')
+    (other / "evaluation.json").write_text('{"step": 3, "measured_on": {"data.path": "benchmark"}, "loss": 9.9}')
     assert call(run, "--steps", "validate") == 0
-    assert not started
-    assert f"{other / 'pictures.png'}: the prompts" in capsys.readouterr().out
+    assert launched == [(str(plan), "--evaluate_only")]
+    assert f"{run / written / 'pictures.png'}: the prompts" in capsys.readouterr().out
+    # What the run itself has evaluated is not evaluated again.
+    assert call(run, "--steps", "validate") == 0
+    assert len(launched) == (1 if written == "report" else 2)
 
 
 @pytest.mark.parametrize(
