@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any, NoReturn, Protocol
 
-from accel_train.config import UsageError, expand_path, refuse_unwritable
+from accel_train.config import UsageError, expand_path, in_one_process, refuse_unwritable
 from accel_train.launch_files.parents import tied_to_parent
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import last_pass, read_evaluation, read_metrics
@@ -109,7 +109,8 @@ def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
     arguments, and for a file without a recipe.
     """
     command = [sys.executable, str(recipe), *arguments, "--print_config"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with in_one_process():
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     if done.returncode == 2:
         raise UsageError(USAGE_ERROR.sub("", output.strip()))
@@ -179,8 +180,8 @@ def run_once(
     """Run ``command`` to its end with its output in ``log``. Return wall time and CPU time in seconds.
 
     The run itself checks ``gates`` (``refuse_unknown_gates``). ``environment`` is added to the variables of this
-    process. An exception here, such as that of a stop signal, also ends the processes of the run. ``save_seconds`` is
-    the time that a run that can be continued has to save before it is killed.
+    process without those of a launcher. An exception here, such as that of a stop signal, also ends the processes of
+    the run. ``save_seconds`` is the time that a run that can be continued has to save before it is killed.
 
     Raises ``UsageError`` if the run refuses its options (exit code 2), and ``RunFailedError`` for any other exit code
     except 0. Both show the last lines of the output.
@@ -191,7 +192,8 @@ def run_once(
     child: subprocess.Popen[bytes] | None = None
     with log.open("wb") as output:
         try:
-            with stop_signals_held():
+            # With the variables of a launcher it would wait for the other processes of that.
+            with stop_signals_held(), in_one_process():
                 child = start_child(command, output, {**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)})
             code = child.wait()
         except BaseException:

@@ -672,6 +672,22 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_runs_belong_to_no_launcher_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for processes that nobody starts."""
+    launcher = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    kept = {"ACCELERATE_USE_CPU": "true", "OWN": "a"}
+    for name, value in (launcher | kept).items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "log"
+    shows = f"import os; print(sorted(set({sorted(launcher | kept)}).intersection(os.environ)))"
+    compare_runs.run_once([sys.executable, "-c", shows], log, environment={"MORE": "b"})
+    assert log.read_text().strip() == str(sorted(kept))
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import os; print('world:', os.environ.get('WORLD_SIZE'), ' # default')")
+    assert read_config(recipe, []) == {"world": None}
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
 def test_a_run_that_can_be_continued_has_the_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
