@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Generator, Iterable, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
@@ -176,6 +177,22 @@ def refuse_impossible(arguments: Mapping[str, object]) -> None:
         for text in filter(_is_text, values):
             if reason := too_long(text):
                 raise UsageError(f"{name}: {reason}")
+
+
+def flags_behind(
+    command: str, add_flags: Callable[[ArgumentParser], None], words: Sequence[str], earlier: Namespace
+) -> tuple[Namespace, list[str]]:
+    """Take a command's own flags out of the words after the recipe. ``earlier`` holds those before it.
+
+    Returns all flags, of which those after the recipe win, and the other words. Raises like ``refuse_impossible``.
+    """
+    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
+    parser = ArgumentParser(prog=f"accel-train {command}", allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    # Parsed into the values read before the recipe: defaults replace none of them.
+    flags, rest = parser.parse_known_args(list(words), earlier)
+    refuse_impossible(vars(flags))
+    return flags, rest
 
 
 def _is_text(value: object) -> TypeGuard[str]:

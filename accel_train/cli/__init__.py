@@ -12,7 +12,7 @@ from accel_train.anywhere import flags as anywhere
 from accel_train.calibration import command as calibration
 from accel_train.calibration.flags import STOPPED
 from accel_train.cli.arguments import add_rows_flags, build_parser
-from accel_train.config import refuse_impossible
+from accel_train.config import flags_behind, refuse_impossible
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
@@ -127,10 +127,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _rows(arguments: argparse.Namespace) -> int:
-    # No abbreviations: a flag of the recipe may begin like one of these. --help is that of the recipe.
-    parser = argparse.ArgumentParser(prog="accel-train data rows", allow_abbrev=False, add_help=False)
-    add_rows_flags(parser)
-    flags, rest = parser.parse_known_args(arguments.arguments, arguments)
+    flags, rest = flags_behind("data rows", add_rows_flags, arguments.arguments, arguments)
     from accel_train.commands.rows import Request, rows
 
     return rows(Request(flags.recipe, flags.count, flags.heldout, flags.ids), rest)

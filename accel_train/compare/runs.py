@@ -24,6 +24,7 @@ from accel_train.config import UsageError, expand_path, in_one_process, refuse_u
 from accel_train.launch_files.parents import tied_to_parent
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import last_pass, read_evaluation, read_metrics
+from accel_train.options.help_text import requested_topic
 from accel_train.store.names import REPORT
 
 Line = Mapping[str, Any]
@@ -105,8 +106,9 @@ class Run:
 def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run the recipe with ``--print_config`` and return every dotted option with its value.
 
-    Takes a few seconds for the recipe's imports. Raises ``UsageError`` with the recipe's own message if it refuses the
-    arguments, and for a file without a recipe.
+    Takes a few seconds for the recipe's imports. For arguments with ``--help`` it prints the recipe's help and ends
+    with exit code 0. Raises ``UsageError`` with the recipe's own message if it refuses the arguments, and for a file
+    without a recipe.
     """
     command = [sys.executable, str(recipe), *arguments, "--print_config"]
     with in_one_process():
@@ -114,6 +116,9 @@ def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
     output = done.stdout + done.stderr
     if done.returncode == 2:
         raise UsageError(USAGE_ERROR.sub("", output.strip()))
+    if done.returncode == 0 and requested_topic(arguments) is not None:
+        print(done.stdout, end="", flush=True)
+        raise SystemExit(0)
     options: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         match = OPTION.fullmatch(line)

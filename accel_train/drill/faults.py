@@ -70,7 +70,7 @@ class Sizes:
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
     """Raise ``UsageError`` for flags overridden by the runs."""
-    verification.refuse_given(arguments, SET_HERE, "drill", "--steps N")
+    verification.refuse_given(arguments, SET_HERE, "drill")
 
 
 def choose(names: Sequence[str]) -> list[Fault]:

@@ -6,8 +6,9 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from accel_train.config import UsageError, refuse_impossible
+from accel_train.config import UsageError, flags_behind
 
 HELP = "inject faults into short runs and check that they resume exactly; exit code 1 if not"
 FEWEST_STEPS = 6
@@ -59,11 +60,7 @@ def add_flags(parser: argparse.ArgumentParser, *, behind: bool = False) -> None:
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
     """Take the command's own flags out of the words after the recipe. ``earlier`` holds those before it."""
-    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
-    parser = argparse.ArgumentParser(prog="accel-train drill", allow_abbrev=False, add_help=False)
-    add_flags(parser, behind=True)
-    flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_impossible(vars(flags))
+    flags, rest = flags_behind("drill", partial(add_flags, behind=True), words, earlier)
     if flags.steps < FEWEST_STEPS:
         raise UsageError(
             f"--steps {flags.steps}: at least {FEWEST_STEPS} are required, for two saves with steps between and behind "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import UsageError, refuse_impossible
+from accel_train.config import UsageError, flags_behind
 from accel_train.planning.memory import default_margin
 
 Goal = Literal["speed", "memory", "balanced"]
@@ -59,12 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
     """Take the command's own flags out of the words after the recipe. ``earlier`` holds those before it."""
-    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
-    parser = argparse.ArgumentParser(prog="accel-train plan", allow_abbrev=False, add_help=False)
-    add_flags(parser)
-    # Parsed into the values read before the recipe: defaults replace none of them, and a flag after the recipe wins.
-    flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_impossible(vars(flags))
+    flags, rest = flags_behind("plan", add_flags, words, earlier)
     # Not argparse's `required`, which would demand the flag on this side of the recipe.
     _require("gpus", flags.gpus, "the number of GPUs", "--gpus 8")
     _require("vram_gib", flags.vram_gib, "the memory of one GPU in GiB", "--vram_gib 80")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from accel_train.config import UsageError, refuse_impossible
+from accel_train.config import UsageError, flags_behind
 from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, machines_of
 
 REQUEST = "request.json"
@@ -76,11 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
     """Take the command's own flags out of the words after the recipe. ``earlier`` holds the flags before it."""
-    # No abbreviations: a flag of the recipe may begin like one of these. --help after the recipe is the recipe's.
-    parser = argparse.ArgumentParser(prog="accel-train simulate", allow_abbrev=False, add_help=False)
-    add_flags(parser)
-    flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_impossible(vars(flags))
+    flags, rest = flags_behind("simulate", add_flags, words, earlier)
     counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accel_train.config import refuse_impossible
+from accel_train.config import flags_behind
 
 HELP = "prove that a recipe's gradient does not depend on the layout, by short runs on the CPU; exit code 1 if it does"
 
@@ -27,11 +27,7 @@ def run(arguments: Any) -> int:
     """Call ``verify`` with the parsed arguments. The command's own options may also stand among the recipe's."""
     from accel_train.verification.verify import Request, verify
 
-    # No abbreviations: an option of the recipe may begin like one of these.
-    behind = argparse.ArgumentParser(prog="accel-train verify", allow_abbrev=False, add_help=False)
-    add_options(behind)
-    found, rest = behind.parse_known_args(arguments.arguments, arguments)
-    refuse_impossible(vars(found))
+    found, rest = flags_behind("verify", add_options, arguments.arguments, arguments)
     request = Request(
         recipe=found.recipe,
         arguments=tuple(rest),

@@ -47,10 +47,10 @@ class Sizes:
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
     """Raise ``UsageError`` for flags set by the runs themselves."""
-    refuse_given(arguments, SET_HERE, "verify", "--steps N before the recipe")
+    refuse_given(arguments, SET_HERE, "verify")
 
 
-def refuse_given(arguments: Sequence[str], names: Collection[str], command: str, steps: str) -> None:
+def refuse_given(arguments: Sequence[str], names: Collection[str], command: str) -> None:
     """Raise ``UsageError`` for all flags of ``names`` at once, which a command sets in its runs."""
     given = [name for name in dict.fromkeys(given_flags(arguments)) if name in names]
     if not given:
@@ -60,7 +60,7 @@ def refuse_given(arguments: Sequence[str], names: Collection[str], command: str,
     them = "it" if len(given) == 1 else "them"
     remedies = [f"leave {them} out"] if given != ["max_steps"] else []
     if "max_steps" in given:
-        remedies.append(f"give {steps} in place of --max_steps")
+        remedies.append("give --steps N in place of --max_steps")
     raise UsageError(f"{listed}: `accel-train {command}` sets {them} in each of its runs; {', and '.join(remedies)}")
 
 

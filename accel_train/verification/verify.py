@@ -87,7 +87,7 @@ def _chosen(request: Request) -> list[Check]:
             raise UsageError(f"--only {name}: no such check; the checks are {', '.join(names)}{hint}")
     wanted = request.only or [name for name in names if name != "launch_file" or request.config_file]
     if "launch_file" in wanted and request.config_file is None:
-        raise UsageError("--only launch_file: it needs the launch file; give --config_file FILE before the recipe")
+        raise UsageError("--only launch_file: it needs the launch file; give --config_file FILE")
     return [check for check in CHECKS if check.name in wanted]
 
 

@@ -672,6 +672,15 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_help_among_the_arguments_of_a_recipe_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import sys; print('usage: recipe.py', sys.argv[1:])")
+    with pytest.raises(SystemExit) as ended:
+        read_config(recipe, ["demo", "--help", "all"])
+    assert ended.value.code == 0
+    assert capfd.readouterr().out == "usage: recipe.py ['demo', '--help', 'all', '--print_config']\n"
+
+
 def test_runs_belong_to_no_launcher_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait for processes that nobody starts."""
     launcher = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
