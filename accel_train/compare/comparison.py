@@ -79,12 +79,25 @@ def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.
     window = window_of([run for runs in rounds.runs for run in runs])
     values = observations(rounds.runs, window)
     a, *others = values
-    all_effects = [effects(a, b, plan.rounds, plan.tolerance) for b in others]
+    compared = values
+    if plan.key == "seed":
+        compared = [_once(found) for found in values]
+    all_effects = [effects(compared[0], b, plan.rounds, plan.tolerance) for b in compared[1:]]
     decisions = [decide_gates(gates, a, b) for b in others]
     if plan.is_ablation:
         # Gates are for B, not for its options one by one.
         decisions[:-1] = [[] for _ in decisions[:-1]]
     return report.Result(plan, rounds, window, values, all_effects, decisions)
+
+
+def _once(values: Observations) -> dict[str, Sequence[float]]:
+    """Return the median in place of the rounds where they repeat the value of one seed, which has no interval."""
+    return {name: found if _is_about_machine(name) else [median(found)] for name, found in values.items()}
+
+
+def _is_about_machine(metric: str) -> bool:
+    # The times of a round decide at which step the loss at equal time is read.
+    return metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
 
 
 def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> list[Decision]:
@@ -95,14 +108,13 @@ def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> lis
 def _decide(gate: Gate, values: Sequence[float]) -> Decision:
     """Decide a gate by the interval over the rounds if it is about the machine, else by the median.
 
-    All rounds train with one seed. Their spread shows the noise of the machine, not how a loss varies with the seed.
-    The loss at equal time counts as about the machine, because the times of a round decide at which step it is read.
+    All rounds of a side train with one seed. Their spread shows the noise of the machine, not how a loss varies with
+    the seed.
     """
     metric = gate.name.removesuffix("_ratio").removesuffix("_delta")
-    about_machine = metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
-    if about_machine or len(values) == 1 or any(map(isnan, values)):
+    if _is_about_machine(metric) or len(values) == 1 or any(map(isnan, values)):
         return decide(gate, values)
-    reason = f"one seed was run, so no interval: the median of its {len(values)} rounds decides"
+    reason = f"each side ran one seed, so no interval: the median of its {len(values)} rounds decides"
     return replace(decide(gate, [median(values)]), reason=reason)
 
 

@@ -293,8 +293,11 @@ def test_varying_one_option(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_seeds_have_no_stars(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Rounds repeat the losses of a seed, so their interval would have no width."""
-    assert call(recipe, "slow", "--vary", "seed=0,1,2", "--rounds", "2")[0] == 0
+    code, result = call(recipe, "slow", "--vary", "seed=0,1,2", "--rounds", "2", "--gate", "loss_delta<=9")
+    assert code == 0
     shown = capsys.readouterr().out
+    assert "passed: each side ran one seed, so no interval: the median of its 2 rounds decides" in shown
+    assert {result["effects"][letter]["loss"]["reading"] for letter in "BC"} == {"no interval"}
     assert "seed; a row shows how far the seeds lie apart\n" in shown
     assert "*" not in shown
     assert "another seed moves them" not in shown
@@ -972,7 +975,7 @@ def test_rounds_of_one_seed_are_no_interval_of_a_loss() -> None:
     of_loss, ratio, *of_time = decide_gates(gates, a, b)
     assert (of_loss.verdict, ratio.verdict) == ("passed", "FAILED")
     assert of_loss.value.low is None
-    assert of_loss.reason == "one seed was run, so no interval: the median of its 3 rounds decides"
+    assert of_loss.reason == "each side ran one seed, so no interval: the median of its 3 rounds decides"
     assert [decision.value.low for decision in of_time] == [1.0, 0.5]
     assert decide_gates(gates[:1], a, {"loss": [1.1, math.nan, 1.2]})[0].verdict == "FAILED"
 
