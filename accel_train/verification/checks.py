@@ -33,6 +33,8 @@ class Finding:
     tolerance: str = ""
     reason: str = ""
     """Reason for the verdict. Empty for ``ok``, unless there is something to add."""
+    crashed: bool = False
+    """A run ended with an error, which explains itself."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
             return Finding("not checked", reason=f"refused: {outcome.message}")
         if outcome.failed:
             said = f"the run {name} ended with exit code {outcome.code}:\n{outcome.message}"
-            return Finding("FAILED", reason=said)
+            return Finding("FAILED", reason=said, crashed=True)
         unobserved = _unobserved(outcome, name, evidence.sizes)
         if unobserved is not None:
             return unobserved

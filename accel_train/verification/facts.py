@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 LINES_SHOWN = 12
 """Lines shown of the output of a failed run."""
+OF_TORCHRUN = "torch/distributed/elastic/"
+"""In the first line of torchrun's own report, which comes behind the error of a process and does not have it."""
 REFUSAL = "error (wrong usage, exit code 2): "
 
 
@@ -87,7 +90,8 @@ class Outcome:
         refusals = [line.partition(REFUSAL)[2] for line in lines if REFUSAL in line]
         if self.code == 2 and refusals:
             return refusals[-1]
-        return "\n".join(lines[-LINES_SHOWN:])
+        before = list(takewhile(lambda line: OF_TORCHRUN not in line, lines))
+        return "\n".join((before or lines)[-LINES_SHOWN:])
 
     def checkpoint(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"checkpoint_{step:08d}"

@@ -38,7 +38,7 @@ def _explained(results: Results, verdict: str, *, with_advice: bool) -> list[str
         lines += ["", f"{check.name}: {verdict}"]
         for paragraph in found.reason.splitlines():
             lines += textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ")
-        if with_advice:
+        if with_advice and not found.crashed:
             lines += textwrap.wrap(check.failure, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return lines
 

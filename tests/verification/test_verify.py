@@ -22,7 +22,7 @@ from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.options.tree import flatten, to_tree
-from accel_train.verification import comparing, plan
+from accel_train.verification import comparing, plan, report
 from accel_train.verification import verify as verification
 from accel_train.verification.checks import CHECKS, Evidence, Finding, missing
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -187,6 +187,31 @@ def test_a_run_without_the_steps_asked_for_proves_nothing() -> None:
     again = finding("resume", resumed=outcome(4))
     assert again.verdict == "FAILED"
     assert "the run resumed made 4 steps" in again.reason
+
+
+def test_a_run_on_several_processes_that_crashed_says_its_own_error() -> None:
+    # As torchrun prints it, cut at the sides.
+    output = (
+        """Traceback (most recent call last):
+  File "recipe.py", line 9, in main
+RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.
+E1201 09:40:32 18877 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+  error_file: <N/A>
+"""
+        + "  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html\n" * 12
+    )
+    crashed = replace(outcome(0), code=1, output=output)
+    for name in ("two_processes", "clip"):
+        found = finding(name, two_processes=crashed)
+        (check,) = [check for check in CHECKS if check.name == name]
+        shown = "\n".join(report.text([(check, found)]))
+        assert "\n  RuntimeError: Expected to have finished reduction" in shown
+        assert "error_file" not in shown
+        assert " ".join(check.failure.split()[:4]) not in shown
 
 
 def test_a_term_that_only_one_of_two_runs_logs_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
