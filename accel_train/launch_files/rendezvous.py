@@ -91,11 +91,12 @@ def _warn_if_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]
 
 def _is_own(family: int, address: tuple[Any, ...]) -> bool:
     """Return True for an address of this machine. Tried by binding, because lists of interfaces lack 127.0.1.1."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL
+    except OSError as error:
+        # A kernel without IPv6 has neither its sockets nor its addresses.
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,30 @@ def test_a_second_machine_0_is_told_that_the_address_is_not_its_own(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
     assert all(line.startswith("machine_rank: 0, but main_process_ip 192.0.2.1 is no address of") for line in said)
+
+
+@pytest.mark.parametrize(("own", "lines"), [("127.0.0.1", 0), ("192.0.2.1", 1)])
+def test_without_ipv6_in_the_kernel_no_address_of_it_is_own(
+    own: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(free_port())
+
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int, kind: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, kind)
+
+    # A name server has both addresses of a name, whatever the kernel of the asking machine has.
+    both = [(socket.AF_INET6, 0, 0, "", ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, 0, 0, "", (own, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: both)
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    file = tmp_path / "machine.yaml"
+    file.write_text(FILE.format("node-0").replace("machine_rank: 1", "machine_rank: 0").replace("29500", port))
+    check_rendezvous(read_machine_config(file))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all("main_process_ip node-0 is no address of this machine" in line for line in said)
 
 
 def test_the_wait_for_a_name_ends(
