@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,6 +132,56 @@ def test_the_loss_by_chunks_is_proven_at_the_start() -> None:
     model.model.forward = other
     with pytest.raises(UsageError, match=r"--model.loss_chunk 5: LlamaForCausalLM has another loss by chunks, by "):
         row_checks.check_chunks(model, 5)
+
+
+def with_head(head: Callable[[Any, Tensor, Any], Tensor], loss_chunk: int = 0) -> Any:
+    """Return a Llama whose logits are those of ``head(model, ids, output of the blocks)``."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    model = built("llama")
+
+    def forward(input_ids: Tensor, **named: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=head(model, input_ids, model.model(input_ids=input_ids, **named)))
+
+    model.forward = forward
+    if loss_chunk:
+        language_model.by_chunks(model, loss_chunk)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(1, "IndexError: tuple index out of range"), ("hidden_states", "KeyError: 'hidden_states'")]
+)
+def test_a_head_that_reads_more_than_the_last_states_is_refused_by_name(index: int | str, error: str) -> None:
+    def head(model: Any, ids: Tensor, output: Any) -> Tensor:
+        # The output of a chunk has the last states alone.
+        return model.lm_head(output[0] if ids.shape[1] > 5 else output[index])
+
+    with pytest.raises(UsageError, match=rf"--model.loss_chunk 5: LlamaForCausalLM cannot compute .*: {error}. Give 0"):
+        row_checks.check_chunks(with_head(head, 5), 5)
+
+
+def test_an_error_that_has_nothing_to_do_with_chunks_is_not_blamed_on_them() -> None:
+    def head(model: Any, ids: Tensor, output: Any) -> Tensor:
+        raise IndexError("no such expert")
+
+    with pytest.raises(IndexError, match="no such expert"):
+        row_checks.check_chunks(with_head(head, 5), 5)
+
+
+def test_a_head_that_embeds_its_ids_gets_ids_and_no_ignored_targets() -> None:
+    def head(model: Any, ids: Tensor, output: Any) -> Tensor:
+        # Embeddings of -100, the target that counts in no loss, do not exist.
+        return model.lm_head(output[0] + 0 * model.model.embed_tokens(ids))
+
+    batch = batch_of()
+    expected = perplexity.targets(batch)
+    assert (expected == IGNORED).any()
+    whole, chunked = (
+        LanguageModel(with_head(head, tokens), False, "sdpa", tokens).of_tokens(batch, expected, perplexity.losses)
+        for tokens in (0, 5)
+    )
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_logits_of_many_bytes_are_said() -> None:
