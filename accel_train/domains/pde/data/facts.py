@@ -182,8 +182,11 @@ def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
     (directory / "facts.json").write_text(json.dumps(found._asdict()), "utf-8")
 
 
-def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
-    """Yield notices about fields that contradict their header, each for the first channel that does."""
+def header_notices(task: FieldTask, measured: Measured, stride: int) -> Iterator[str]:
+    """Yield notices about fields that contradict their header, each for the first channel that does.
+
+    ``stride`` is the distance between the points read from the files.
+    """
     if task.conserved and task.has_time:
         for channel, drift in enumerate(measured.drift):
             if drift > DRIFT:
@@ -194,7 +197,9 @@ def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
                     "both splits (those of PDEBench have no such attribute)"
                 )
                 break
-    if task.boundary == "dirichlet" and all(side == 1 or side >= EDGE_POINTS for side in task.grid):
+    # Of every n-th point, the last lies up to n - 1/2 cells from the edge.
+    reaches_edge = stride == 1 and all(side == 1 or side >= EDGE_POINTS for side in task.grid)
+    if task.boundary == "dirichlet" and reaches_edge:
         # Without time, the channels of the target come last.
         first = len(measured.edge) - task.target_channels
         for channel, edge in enumerate(measured.edge[first:], first):

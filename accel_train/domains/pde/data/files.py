@@ -252,6 +252,11 @@ class Fields:
         _, times, channels, height, width = first.shape
         return times, channels + sum(view.shape[2] for view in more), height, width
 
+    @property
+    def stride(self) -> int:
+        """Largest distance between the points read from the files, 1 if all points are read."""
+        return max(part.stride for part in self.parts)
+
     def snapshots(self, sample: int, times: slice) -> Array:
         """Copy the snapshots (times, C, H, W) of a sample."""
         # Found by the ends of the files, without a list of all samples.

@@ -174,7 +174,7 @@ class FieldData:
     @property
     def strides(self) -> dict[str, int]:
         """Largest distance between the points read from each task's training files, 1 if all points are read."""
-        return {name: max(part.stride for part in rows.data.parts) for name, rows in self.training.items()}
+        return {name: rows.data.stride for name, rows in self.training.items()}
 
     @property
     def tasks(self) -> tuple[FieldTask, ...]:
@@ -240,7 +240,7 @@ def build_field_data(
     notices = [*(_describe_sizes(train[name], heldout[name]) for name in stored), *of_scales]
     for name in stored:
         notices += _shared_notices(name, of_tasks[name].shared, heldout[name].samples)
-        notices += header_notices(assets.task(name), of_tasks[name].measured)
+        notices += header_notices(assets.task(name), of_tasks[name].measured, data[name]["train"].stride)
         notices += scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
     return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger, origins=origins)
