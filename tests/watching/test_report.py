@@ -242,9 +242,10 @@ def test_device_hours_are_those_of_all_processes(tmp_path: Path) -> None:
 
 
 def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> None:
-    assert resume_command(tmp_path, "x.py --seed 3", 1) == "python x.py --seed 3"
+    # Without a config.yaml too, or it would start another run in the recipe's own directory.
+    assert resume_command(tmp_path, "x.py --seed 3", 1) == f"python x.py --seed 3 --output_dir {tmp_path}"
     assert resume_command(tmp_path, "x.py --seed 3", 8) == (
-        "accel-train launch --config_file LAUNCH_FILE.yaml x.py --seed 3"
+        f"accel-train launch --config_file LAUNCH_FILE.yaml x.py --seed 3 --output_dir {tmp_path}"
     )
     named = tmp_path / "with space"
     named.mkdir()
@@ -253,14 +254,38 @@ def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> Non
     assert command == f"python 'my x.py' '{named}/config.yaml' --output_dir '{named}'"
 
 
-def test_a_run_begun_in_a_notebook_is_resumed_by_its_recipe(tmp_path: Path) -> None:
+NOTEBOOK = "/site/ipykernel_launcher.py -f /tmp/k.json"
+
+
+@pytest.mark.parametrize("command", [NOTEBOOK, "/venv/bin/ipython", "-c base", "'' base", "sweep.py 3"])
+def test_a_run_that_was_not_begun_by_its_recipe_is_resumed_by_it(tmp_path: Path, command: str) -> None:
     run = RunDirectory(tmp_path / "run")
-    run.add("environment", recipe="/my recipes/x.py", command="/site/ipykernel_launcher.py -f /tmp/k.json")
+    run.add("environment", recipe="/my recipes/x.py", command=command)
     (run.path / "config.yaml").write_text("")
     facts = write(tmp_path / "page.html", run).facts()
     assert facts["Recipe"] == "/my recipes/x.py"
-    assert facts["Called by"] == "/site/ipykernel_launcher.py -f /tmp/k.json"
+    assert facts["Called by"] == command
     assert facts["To resume"] == f"python '/my recipes/x.py' {run.path}/config.yaml --output_dir {run.path}"
+
+
+def test_a_recipe_in_a_cell_of_a_notebook_has_no_command_to_resume(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.add("environment", recipe=None, command=NOTEBOOK)
+    (run.path / "config.yaml").write_text("")
+    facts = write(tmp_path / "page.html", run).facts()
+    assert facts["Called by"] == NOTEBOOK
+    assert not {"Recipe", "To resume"} & facts.keys()
+
+
+@pytest.mark.parametrize("program", ["/venv/bin/my-train", "/site/my_pkg/__main__.py", "my_pkg/train.py"])
+def test_a_program_that_passes_its_words_to_the_recipe_resumes_the_run(tmp_path: Path, program: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.add("environment", recipe="/site/my_pkg/train.py", command=f"{program} base --seed 3")
+    (run.path / "config.yaml").write_text("")
+    facts = write(tmp_path / "page.html", run).facts()
+    assert facts["Recipe"] == program
+    assert facts["Preset or file"] == "base"
+    assert facts["To resume"] == f"python {program} {run.path}/config.yaml --output_dir {run.path}"
 
 
 def test_events_are_marked_and_listed(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from accel_train.watching.run_state import RunState, gpu_in_words
 
 COMMANDS = ("Command", "To resume")
 """Facts to copy into a terminal."""
+INTERACTIVE = ("", "-c", "ipython", "ipython3", "ipykernel_launcher", "colab_kernel_launcher")
+"""Programs, without their endings, that run what is typed. Their words are not those of a run."""
 
 
 def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
@@ -59,8 +61,13 @@ def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tupl
     if not words:
         return []
     world_size = int(environment.get("world_size") or 1)
+    program = Path(words[0])
     recipe = environment.get("recipe")
-    if isinstance(recipe, str) and Path(recipe).name != Path(words[0]).name:
+    if not isinstance(recipe, str):
+        # A `main` defined in a notebook cell exists only in that session.
+        if program.stem in INTERACTIVE:
+            return [("Called by", command)]
+    elif program.stem in INTERACTIVE or _is_other_script(program, Path(recipe)):
         # A notebook or a script has called the recipe's `main` with arguments that only the config has.
         resume = resume_command(directory, shlex.quote(recipe), world_size)
         return [("Recipe", recipe), ("Called by", command), ("To resume", resume)]
@@ -74,6 +81,11 @@ def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tupl
         ("Command", command),
         ("To resume", resume_command(directory, command, world_size)),
     ]
+
+
+def _is_other_script(program: Path, recipe: Path) -> bool:
+    """Return True for a Python file other than the recipe. A console script or a package passes its own words on."""
+    return program.suffix == ".py" and program.name not in (recipe.name, "__main__.py")
 
 
 def _split(command: str) -> list[str]:
@@ -92,16 +104,15 @@ def resume_command(directory: Path, command: str, world_size: int) -> str:
     """
     words = _split(command)
     recipe = shlex.quote(words[0])
-    options = shlex.join(words[1:])
     config = directory / CONFIG_FILE
     # If it is not written yet or was deleted, the recorded arguments have to do.
-    if config.is_file():
-        # The file has the directory as it was given, which is wrong for a run that was moved.
-        options = shlex.join([str(config), "--output_dir", str(directory.absolute())])
+    arguments = [str(config)] if config.is_file() else words[1:]
+    # Config and arguments have the directory as it was given, which is wrong for a run that was moved. The last wins.
+    options = shlex.join([*arguments, "--output_dir", str(directory.absolute())])
     program = "python"
     if world_size > 1:
         program = "accel-train launch --config_file LAUNCH_FILE.yaml"
-    return f"{program} {recipe} {options}".rstrip()
+    return f"{program} {recipe} {options}"
 
 
 def _system(environment: Mapping[str, Any]) -> str:
