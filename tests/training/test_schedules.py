@@ -60,7 +60,9 @@ def test_an_end_elsewhere_than_that_of_the_schedule_is_said() -> None:
 def test_a_finished_run_is_told_what_it_takes_to_learn_more() -> None:
     """More steps alone would be trained with a learning rate of 0."""
     cosine = ScheduleConfig(kind="cosine")
-    assert "--allow schedule.decay_steps" in remedy_when_finished(cosine, 30, 30)
+    flags = "--schedule.decay_steps STEPS --schedule.warmup_steps 5 and --allow schedule.decay_steps"
+    said = remedy_when_finished(cosine, 30, 30, " --schedule.warmup_steps 5")
+    assert said == f", with {flags}, because the learning rate has decayed"
     assert remedy_when_finished(cosine, 100, 30) == ""
     assert remedy_when_finished(ScheduleConfig(kind="constant"), 30, 30) == ""
 
