@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, as_written
 from accel_train.launch_files.machine_config import MachineConfig
 
 ONE_MEMORY = "host and device are one memory there"
+OPTIMIZERS = {"adamw8bit": "the kernels of bitsandbytes are not torch's", "adamw_offload": ONE_MEMORY}
+"""Reasons why the step of an optimizer cannot be simulated."""
+CLASSES = (
+    "a class of torch takes other kernels for simulated tensors (no foreach), a class may have kernels of its own, and "
+    "under FSDP2 and ZeRO no start takes one"
+)
+"""Reason for all other optimizers, which are named as module:Class."""
 
 
 class Limit(NamedTuple):
@@ -35,13 +42,13 @@ def refuse_config(config: Any) -> None:
             "evaluate_only: true: a simulation is of a training step, and such a start makes none; false is required. "
             "Leave it out, or give --evaluate_only false"
         )
-    distributed = config.distributed
+    distributed, optimizer = config.distributed, config.optimizer.name
     limits = (
         Limit("compile.mode", config.compile.mode, ("off",), "a compiler decides by itself what it keeps"),
         Limit("precision", config.precision, ("fp32", "bf16"), "the loss scale of fp16 is read from the device"),
         Limit("offload_frozen", config.offload_frozen, (False,), ONE_MEMORY),
         Limit("activation_checkpointing.offload", config.activation_checkpointing.offload, (False,), ONE_MEMORY),
-        Limit("optimizer.name", config.optimizer.name, ("adamw", "muon"), "its kernels are not torch's"),
+        Limit("optimizer.name", optimizer, ("adamw", "muon"), OPTIMIZERS.get(optimizer, CLASSES)),
         Limit("distributed.comm_hook", distributed.comm_hook, ("none",), "the hook takes buckets of torch's reducer"),
         Limit(
             "distributed.gradient_as_bucket_view",
@@ -52,8 +59,8 @@ def refuse_config(config: Any) -> None:
     )
     for limit in limits:
         if limit.value not in limit.allowed:
-            given = str(limit.value).lower()
-            choices = [str(value).lower() for value in limit.allowed]
+            given = as_written(limit.value)
+            choices = [as_written(value) for value in limit.allowed]
             raise UsageError(
                 f"{limit.option}: {given}: a simulation cannot show it, because {limit.reason}; {' or '.join(choices)} "
                 f"is required. Give --{limit.option} {choices[0]} to simulate the rest, or measure it: accel-train "

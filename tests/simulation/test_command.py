@@ -273,7 +273,12 @@ def test_a_killed_simulation_names_the_signal(tmp_path: Path) -> None:
             {"activation_checkpointing": SimpleNamespace(offload=True)},
             "activation_checkpointing.offload: true: .*one memory.*Give --activation_checkpointing.offload false",
         ),
-        ({"optimizer": SimpleNamespace(name="adamw8bit")}, "optimizer.name: adamw8bit: .*adamw or muon"),
+        ({"optimizer": SimpleNamespace(name="adamw8bit")}, "optimizer.name: adamw8bit: .*bitsandbytes.*adamw or muon"),
+        ({"optimizer": SimpleNamespace(name="adamw_offload")}, "optimizer.name: adamw_offload: .*one memory.*or muon"),
+        (
+            {"optimizer": SimpleNamespace(name="torch.optim:NAdam")},
+            "optimizer.name: torch.optim:NAdam: .*no foreach.*under FSDP2 and ZeRO no start takes one; adamw or muon",
+        ),
         (
             {"distributed": SimpleNamespace(comm_hook="powersgd", gradient_as_bucket_view=None)},
             "distributed.comm_hook: powersgd",
