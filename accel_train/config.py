@@ -238,7 +238,7 @@ def in_one_process() -> Generator[None]:
     """Hide the variables of a launcher, which a shell next to a run may have set."""
     alone = without_launcher(os.environ)
     # The choice of the device holds for one process as well.
-    removed = os.environ.keys() - alone.keys() - {"ACCELERATE_USE_CPU"}
+    removed = os.environ.keys() - alone.keys() - {"ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"}
     before = {name: os.environ.pop(name) for name in removed}
     try:
         yield

@@ -14,7 +14,7 @@ import torch
 
 from accel_train import cli
 from accel_train.commands import rows
-from accel_train.config import UsageError
+from accel_train.config import UsageError, in_one_process
 from accel_train.data.datasets import TextRow, TextRows
 from accel_train.domains.language import perplexity
 from accel_train.domains.language.prepare import DataConfig, LanguageData, prepare_data
@@ -211,6 +211,15 @@ def test_the_variables_of_a_launcher_have_no_effect(
         monkeypatch.setenv(name, value)
     assert shown(capsys, *words) == text
     assert launched.items() <= os.environ.items()
+
+
+def test_the_choice_of_the_device_holds_for_one_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    for name, value in {**chosen, "ACCELERATE_MIXED_PRECISION": "bf16"}.items():
+        monkeypatch.setenv(name, value)
+    with in_one_process():
+        assert chosen.items() <= os.environ.items()
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
 def test_a_variable_of_the_user_is_read_in_a_path(
