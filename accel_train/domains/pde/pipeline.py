@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
@@ -17,6 +16,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.datasets import Batch
+from accel_train.domains.models.description import read_description
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.pde import losses, pictures
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
@@ -25,7 +25,7 @@ from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.pipeline import Example, describe, settings
+from accel_train.pipeline import Example, describe
 from accel_train.store.weights import has_ema
 
 BATCH = 64
@@ -89,12 +89,13 @@ class FieldPipeline:
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
         """Load a checkpoint or an export. Raises ``UsageError`` if its assets or sampler settings are missing."""
+        residual_steps = _residual_steps(directory)
         model = PdeTransformer.from_pretrained(directory)
         # Predict with the EMA weights, as evaluations during training do.
         if has_ema(directory):
             load_directory(model, directory, "ema")
         assets = load_field_assets(directory / "assets")
-        return cls(model.to(device).eval(), assets, _residual_steps(directory), device)
+        return cls(model.to(device).eval(), assets, residual_steps, device)
 
     @torch.no_grad()
     def __call__(
@@ -287,12 +288,14 @@ def describe_model(
 
 def _residual_steps(directory: Path) -> int:
     """Return the denoising steps of the residual, from config.json. Raises ``UsageError`` if it lacks them."""
-    path = directory / "config.json"
-    described = settings(json.loads(path.read_text("utf-8")), directory) or {}
+    described = read_description(directory)
     try:
         return int(described["sampler"]["residual_steps"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{path}: lacks {error} of the sampler of recipes/pde.py; export the model again") from None
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"{directory / 'config.json'}: sampler.residual_steps: a whole number is required, as recipes/pde.py "
+            "writes it; export the model again"
+        ) from None
 
 
 def _noise(stream: str, shape: Sequence[int]) -> Tensor:

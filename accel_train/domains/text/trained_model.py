@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from accel_train import pipeline
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
+from accel_train.domains.models.description import read_description
 from accel_train.domains.models.mmdit import MultimodalMMDiT
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
@@ -76,9 +76,9 @@ class Settings(NamedTuple):
 def read_settings(directory: Path) -> Settings:
     """Read the objective and the samplers from config.json. Raises ``UsageError`` if it lacks them."""
     path = directory / "config.json"
-    described = pipeline.settings(json.loads(path.read_text("utf-8")), directory) if path.is_file() else None
+    described = read_description(directory)
     try:
-        objective, sampler = (described or {})["objective"], (described or {})["sampler"]
+        objective, sampler = described["objective"], described["sampler"]
         return Settings(
             from_tree(LatentDiffusionConfig, objective["latent"], f"{path}: objective.latent"),
             from_tree(TextSamplingConfig, sampler["text"], f"{path}: sampler.text"),
@@ -86,7 +86,15 @@ def read_settings(directory: Path) -> Settings:
             int(sampler["seed"]),
             from_tree(ModeConfig, objective["modes"], f"{path}: objective.modes"),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise UsageError(
             f"{path}: lacks {error} of the objective or the sampler of recipes/mmdit.py; export the model again"
+        ) from None
+    # Of a value that `from_tree` refuses, by name.
+    except UsageError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: objective and sampler are required as recipes/mmdit.py writes them ({error}); export the model "
+            "again"
         ) from None

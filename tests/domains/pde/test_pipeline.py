@@ -35,6 +35,22 @@ def refined(tmp_path_factory: pytest.TempPathFactory) -> FieldPipeline:
     return accel_train.load(field_run(tmp_path_factory.mktemp("refined") / "run", REFINED), pipeline=FieldPipeline)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": 1', r"config\.json: cannot be read \(it is not JSON.*restore it from a copy"),
+        ('{"format": 1}', r"config\.json: sampler.residual_steps: a whole number is required"),
+        ('{"format": 1, "sampler": []}', r"config\.json: sampler.residual_steps: a whole number is required"),
+        ('{"format": 1, "sampler": {"residual_steps": null}}', r"a whole number is required, as recipes/pde\.py"),
+        ('{"format": 1, "sampler": {"residual_steps": "two"}}', r"a whole number is required, as recipes/pde\.py"),
+    ],
+)
+def test_a_description_without_the_steps_of_the_residual_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        FieldPipeline.from_directory(tmp_path)
+
+
 def test_a_rollout_is_the_model_applied_to_its_own_fields_in_physical_units(pipeline: FieldPipeline) -> None:
     fields = torch.randn(3, 1, 1, 16)
     found = pipeline(fields, SPEED, task="advection", steps=2)

@@ -38,6 +38,21 @@ def pipeline(run: Path) -> TextLatentPipeline:
     return accel_train.load(run, pipeline=TextLatentPipeline)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": 1', r"config\.json: cannot be read \(it is not JSON.*restore it from a copy"),
+        ('{"format": 1, "objective": {}}', r"config\.json: lacks 'sampler' of the objective or the sampler of"),
+        ('{"format": 1, "objective": [], "sampler": {}}', r"config\.json: objective and sampler are required as"),
+        ('{"format": 1, "objective": {"latent": []}, "sampler": {}}', r"config\.json: objective and sampler are req"),
+    ],
+)
+def test_a_description_without_objective_and_sampler_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        TextLatentPipeline.from_directory(tmp_path)
+
+
 def test_one_prompt_has_one_answer_in_any_company(pipeline: TextLatentPipeline) -> None:
     prompt = "a bird on the sea"
     alone = pipeline(prompt, seed=5)
