@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from accel_train import loading
 from accel_train.commands.bundled import find_recipe, import_recipe
-from accel_train.config import UsageError, expand_path, refuse_unwritable
+from accel_train.config import UsageError, disk_error, expand_path, refuse_unwritable
 from accel_train.options.loading import read_options
 from accel_train.pipeline import TrainedModel
 
@@ -54,9 +55,12 @@ def _writing(options: Any) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or path not in (Path(error.filename), *Path(error.filename).parents):
+        file = Path(error.filename or "")
+        # That the disk is full is noticed by a write, whose error names no file.
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and path not in (file, *file.parents):
             raise
-        raise UsageError(f"--output {given}: cannot be written ({error.strerror}); {remedy}") from None
+        raise disk_error(error)(f"--output {given}: cannot be written ({error.strerror}); {remedy}") from None
 
 
 def _refuse_undecodable(options: Any) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 import accel_train
 from accel_train import cli
-from accel_train.config import UsageError
+from accel_train.config import MachineError, UsageError
 from accel_train.domains.models.patches import from_patches
 from accel_train.domains.text.modes import ModeConfig
 from accel_train.domains.text.pipeline import TextLatentPipeline
@@ -122,6 +122,8 @@ def test_the_folder_of_the_output_is_made_and_an_unusable_place_is_refused(tmp_p
     for words in (latents, texts):
         with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
             cli._main(["sample", *words, "--output", str(tmp_path / "new")])
+        with pytest.raises(MachineError, match=r"--output /dev/full: cannot be written \(No space left on device\)"):
+            cli._main(["sample", *words, "--output", "/dev/full"])
     with pytest.raises(UsageError, match=r"cannot be written \(File exists\)"):
         cli._main(["sample", *drawn, "--output", str(tmp_path / "file")])
 
