@@ -59,7 +59,7 @@ class Progress:
         assert self._first is not None, "update sets it"
         # Measured from the first samples on, which wait for workers to start and files to be opened.
         began, before = self._first
-        if self.done == before or now - began < max(SECONDS_BETWEEN_LINES, 1e-9):
+        if self.done == before or now - began < SECONDS_BETWEEN_LINES:
             return ""
         samples_per_second = (self.done - before) / (now - began)
         digits = ".0f" if samples_per_second >= 10 else ".2g"
