@@ -29,6 +29,7 @@ from accel_train.data.tables.formats import (
     index_file,
 )
 from accel_train.data.tables.run_files import listed, run_file_notices, without_run_files
+from accel_train.data.tables.text_sources import is_saved_dataset
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
@@ -179,8 +180,7 @@ def is_shards(value: str) -> bool:
     path = expand_path(value)
     if path.is_dir():
         # `datasets` has an order and splits of its own for such a folder.
-        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        return not saved and any(file.suffix in (".parquet", ".arrow") for file in path.iterdir())
+        return not is_saved_dataset(path) and any(file.suffix in (".parquet", ".arrow") for file in path.iterdir())
     return path.suffix == ".arrow" or (glob.has_magic(str(path)) and not path.exists())
 
 
