@@ -16,11 +16,12 @@ from accel_train.cost_model.rates import Rates
 from accel_train.planning import report, writing
 from accel_train.planning.candidates import Candidate, has_deepspeed, on_a_cpu, space_of
 from accel_train.planning.flags import Options
-from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
+from accel_train.planning.memory import BALANCED_SHARE, GIB, Budget, default_margin
 from accel_train.planning.plan import make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import Measure, search
 from accel_train.planning.simulator import Simulator
+from accel_train.speed.memory.fitting import host_bytes
 
 
 def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
@@ -79,7 +80,7 @@ def budget_of(options: Options) -> Budget:
     if margin is None:
         margin = default_margin(options.vram_gib)
     share = BALANCED_SHARE if options.goal == "balanced" else 1.0
-    host = memory_of_this_machine_gib() if options.host_gib is None else options.host_gib
+    host = host_bytes() / GIB if options.host_gib is None else options.host_gib
     return Budget(options.vram_gib, margin, options.gpus, share, host, host_is_here=options.host_gib is None)
 
 

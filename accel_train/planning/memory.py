@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 GIB = 2**30
 FP32, HALF = 4, 2
@@ -45,7 +42,6 @@ HOST_RULES = (
 """Rules for the host memory of each process that keeps tensors there."""
 MARGIN_SHARE = 0.05
 """Part of ``--vram_gib`` to leave free without ``--margin_gib``, and of ``--host_gib``."""
-CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 BALANCED_SHARE = 0.8
 """Part of the memory to use with ``--goal balanced``."""
 
@@ -136,14 +132,3 @@ def over(needed: float, limit: float) -> str:
 def default_margin(vram_gib: float) -> float:
     """Return the margin without ``--margin_gib``."""
     return MARGIN_SHARE * vram_gib
-
-
-def memory_of_this_machine_gib() -> float:
-    """Return the memory of this machine, or of the container around this process if that is less."""
-    limits = [psutil.virtual_memory().total]
-    for file in CONTAINER_LIMITS:
-        text = file.read_text().strip() if file.is_file() else ""
-        # No limit is `max` in version 2 of cgroups, and in version 1 more than any machine has.
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits) / GIB

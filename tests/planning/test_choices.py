@@ -116,7 +116,7 @@ def test_the_goal_and_the_margin_make_the_limit() -> None:
 def test_the_command_in_the_files_plans_the_same_on_another_machine(
     given: float | None, installed: bool, written: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "memory_of_this_machine_gib", lambda: 31.5)
+    monkeypatch.setattr(command, "host_bytes", lambda: 31.5 * GIB)
     monkeypatch.setattr(command, "has_deepspeed", lambda: installed)
     _, options = flags(*command._flags(Options(2, 80.0, host_gib=given)))
     assert options.host_gib == written

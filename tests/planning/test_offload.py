@@ -6,22 +6,22 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from accel_train.config import UsageError
 from accel_train.cost_model.devices import rated
 from accel_train.cost_model.times import StepTime
-from accel_train.planning import memory, report
+from accel_train.planning import report
 from accel_train.planning.candidates import OFFLOADS, Candidate, Space, space_of
 from accel_train.planning.chains import Chain, best
 from accel_train.planning.command import budget_of
 from accel_train.planning.flags import Goal, Options
-from accel_train.planning.memory import GIB, HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
+from accel_train.planning.memory import GIB, HOST_RULES, MARGIN_SHARE, Budget
 from accel_train.planning.plan import Plan, make_plan
 from accel_train.planning.probe import Probe, least_offloaded
 from accel_train.planning.search import search
+from accel_train.speed.memory.fitting import host_bytes
 from tests.planning.made_up import ON_HOST, made_up, space
 from tests.planning.test_choices import config, flags
 
@@ -237,15 +237,9 @@ def test_a_host_without_memory_is_refused(value: str) -> None:
         flags("--gpus", "1", "--vram_gib", "8", "--host_gib", value)
 
 
-def test_without_the_flag_it_is_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_flag_it_is_the_memory_of_this_machine() -> None:
     assert budget_of(Options(1, 80.0, host_gib=512.0)).host_gib == 512.0
-    assert budget_of(Options(1, 80.0)).host_gib == memory_of_this_machine_gib() > 0
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "CONTAINER_LIMITS", (limit, tmp_path / "none"))
-    limit.write_text("max\n")
-    whole = memory_of_this_machine_gib()
-    limit.write_text(f"{2**28}\n")
-    assert memory_of_this_machine_gib() == 0.25 < whole
+    assert budget_of(Options(1, 80.0)).host_gib == host_bytes() / GIB > 0
 
 
 def test_a_limit_of_this_machine_is_named_as_one() -> None:
