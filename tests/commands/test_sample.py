@@ -107,6 +107,13 @@ def test_half_a_character_in_an_escape_is_refused(tmp_path: Path) -> None:
         cli._main(["sample", str(language_run(tmp_path / "run")), "--messages", messages])
 
 
+@pytest.mark.parametrize("to", ["latents", "text"])
+def test_a_full_disk_is_an_error_of_the_output(to: str, tmp_path: Path) -> None:
+    run = text_run(tmp_path / "texts")
+    with pytest.raises(MachineError, match=r"--output /dev/full: cannot be written \(No space left on device\)"):
+        cli._main(["sample", str(run), "--text", "a cat", "--to", to, "--output", "/dev/full"])
+
+
 def test_the_folder_of_the_output_is_made_and_an_unusable_place_is_refused(tmp_path: Path) -> None:
     text, pictures = text_run(tmp_path / "texts"), picture_run(tmp_path / "pictures", side=16)
     latents = [str(text), "--text", "a cat", "--to", "latents"]
@@ -122,8 +129,6 @@ def test_the_folder_of_the_output_is_made_and_an_unusable_place_is_refused(tmp_p
     for words in (latents, texts):
         with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
             cli._main(["sample", *words, "--output", str(tmp_path / "new")])
-        with pytest.raises(MachineError, match=r"--output /dev/full: cannot be written \(No space left on device\)"):
-            cli._main(["sample", *words, "--output", "/dev/full"])
     with pytest.raises(UsageError, match=r"cannot be written \(File exists\)"):
         cli._main(["sample", *drawn, "--output", str(tmp_path / "file")])
 
