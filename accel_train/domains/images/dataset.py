@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -156,14 +156,15 @@ def prepare_pictures(
     config: PictureDataConfig,
     *,
     option: str = "--data.path",
+    without: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> PictureData:
     """Read all pictures of a run once and put them into buckets. Every rank calls it with the same options; collective.
 
-    ``option`` names `config.path` in messages. Raises ``UsageError``, also if more than `max_left_out` of the pictures
-    and captions cannot be used.
+    ``option`` names `config.path` in messages. Pictures named in ``without`` are passed over. Raises ``UsageError``,
+    also if more than `max_left_out` of the pictures and captions cannot be used.
     """
     if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
         # A default that nobody has given is not looked up on the Hub.
@@ -186,7 +187,8 @@ def prepare_pictures(
             world_size=world_size,
             barrier=barrier,
         )
-        return _samples(found, config, source.named)
+        kept = [picture for picture in found.pictures if picture.name not in without]
+        return _samples(replace(found, pictures=kept), config, source.named)
 
     samples, notices = read(config.path, option)
     if config.heldout_path is not None:

@@ -43,7 +43,8 @@ class PriorConfig:
     """Caption of those that have none, such as "a dog", and of those that are drawn."""
     count: NonNegativeInt = 0
     """Minimum number of class pictures in `data.prior.path`, then a folder. Before training the base generates the
-    missing ones from `data.prior.caption`, as squares of the first of `data.resolutions`. 0: those that are there."""
+    missing ones from `data.prior.caption`, as squares of the first of `data.resolutions`. Your own there are all used,
+    of the generated ones the first up to the count. 0: all that are there."""
     steps: PositiveInt = DRAWING_STEPS
     """Denoising steps of a picture that is drawn."""
 

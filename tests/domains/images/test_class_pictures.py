@@ -13,10 +13,12 @@ from PIL import Image
 
 from accel_train import rng
 from accel_train.config import UsageError
+from accel_train.domains.images.dataset import prepare_pictures
 from accel_train.domains.images.latent_cache import Filling
 from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines import encoding, loading
 from accel_train.domains.images.weighting import class_pictures
+from accel_train.domains.images.weighting.prior import prepare_prior
 from tests.domains.images import drawn
 from tests.domains.images import test_lora_recipe as lora_recipe
 from tests.domains.images import tiny_pipelines as tiny
@@ -107,6 +109,36 @@ def test_the_recipe_draws_them_before_it_trains(folder: Path, caplog: pytest.Log
     assert f"the base has drawn 3 pictures of 'a cat' into {place}" in caplog.text
     # The same pictures as a folder of one's own.
     assert losses(lora_recipe.train(folder, "given", *prior)) == losses(run)
+
+
+def test_runs_of_several_counts_share_a_folder(folder: Path, tmp_path: Path) -> None:
+    """What another run has drawn beyond the count does not change the data, and one's own pictures are all used."""
+    drawn.folder_of(tmp_path / "class", (20, 20))
+    (tmp_path / "class" / "000.png").rename(tmp_path / "class" / "drawn_by_hand.png")
+    (tmp_path / "class" / "000.txt").rename(tmp_path / "class" / "drawn_by_hand.txt")
+    drawn.folder_of(tmp_path / "photos", (20, 20))
+
+    def read(count: int) -> tuple[list[str], str]:
+        asked = PriorConfig(path=str(tmp_path / "class"), count=count, caption=CAPTION, steps=STEPS)
+        config = PictureDataConfig(
+            path=str(tmp_path / "photos"),
+            resolutions=(18,),
+            bucket_step=4,
+            heldout_fraction=0,
+            prior=asked,
+            cache_dir=str(tmp_path / "cache"),
+        )
+        found = prepare_prior(config, prepare_pictures(config).train)
+        assert found is not None
+        return [sample.picture.name for sample in found[0].samples], found[0].fingerprint
+
+    draw(folder, tmp_path / "class", 2)
+    before = read(2)
+    assert before[0] == ["drawn_00000.png", "drawn_by_hand.png"]
+    draw(folder, tmp_path / "class", 4)
+    assert read(2) == before
+    assert len(read(4)[0]) == 4
+    assert read(1)[0] == ["drawn_by_hand.png"]
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

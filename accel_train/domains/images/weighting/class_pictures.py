@@ -1,12 +1,14 @@
 """Pictures of the class, drawn by the base before training if the folder of the prior has too few.
 
 As in diffusers' DreamBooth script, from one caption. The noise of a picture depends only on its number, the processes
-share the numbers, and existing pictures are kept: a killed run continues with the next one.
+share the numbers, and existing pictures are kept: a killed run continues with the next one, and runs of several counts
+share a folder.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.folders import METADATA_FILES, picture_files
 from accel_train.domains.images.latent_cache import EncodeTexts, Filling
-from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, text_encoders
 from accel_train.precision import Precision
@@ -54,7 +56,7 @@ def draw_missing(
     )
     refuse_side(given, side, pipeline, base)
     drawn_from = {"base": base.location, "caption": prior.caption, "steps": prior.steps, "side": side}
-    files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
+    files = _asked_for(folder, prior.count)
     missing = [number for number, file in enumerate(files) if not file.is_file()]
     _refuse_others(folder, drawn_from, is_added_to=bool(missing))
     # A process that looks after another has begun to write sees fewer missing, and would divide them otherwise.
@@ -80,11 +82,29 @@ def draw_missing(
     return [f"the base has drawn {len(missing)} pictures of {prior.caption!r} into {folder}"]
 
 
-def _own_pictures(folder: Path) -> int:
-    """Count the pictures in the folder that were not drawn by ``draw_missing``."""
-    if not folder.is_dir():
-        return 0
-    return sum(not file.name.startswith(STEM) for file in picture_files(folder))
+def drawn_beyond(prior: PriorConfig) -> set[str]:
+    """Return the names of drawn pictures in the folder that ``data.prior.count`` does not ask for.
+
+    They belong to other runs with a larger count. Read as well, they would change the data of this one.
+    """
+    if prior.path is None or prior.count == 0:
+        return set()
+    folder = expand_path(prior.path)
+    drawn = {file for file in picture_files(folder) if _is_drawn(file, folder)}
+    return {file.name for file in drawn.difference(_asked_for(folder, prior.count))}
+
+
+def _asked_for(folder: Path, count: int) -> list[Path]:
+    """Return the files of the drawn pictures that make up ``count``, together with the pictures of your own."""
+    own = 0
+    if folder.is_dir():
+        own = sum(not _is_drawn(file, folder) for file in picture_files(folder))
+    return [folder / f"{STEM}{number:05d}.png" for number in range(count - own)]
+
+
+def _is_drawn(file: Path, folder: Path) -> bool:
+    # A picture of your own may begin with the same word.
+    return file.parent == folder and re.fullmatch(rf"{STEM}\d{{5,}}\.png", file.name) is not None
 
 
 def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: bool) -> None:

@@ -17,6 +17,7 @@ from accel_train.domains.images.buckets import Size
 from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_pictures
 from accel_train.domains.images.latent_cache import CachedPictures
 from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.weighting.class_pictures import drawn_beyond
 from accel_train.domains.images.weighting.masks import MASK
 
 PREFIX = "prior_"
@@ -89,7 +90,14 @@ def prepare_prior(
         heldout_fraction=0.0,
         prior=type(prior)(),
     )
-    found = prepare_pictures(source, option="--data.prior.path", rank=rank, world_size=world_size, barrier=barrier)
+    found = prepare_pictures(
+        source,
+        option="--data.prior.path",
+        without=drawn_beyond(prior),
+        rank=rank,
+        world_size=world_size,
+        barrier=barrier,
+    )
     sizes = [sample.target_size for sample in training.samples]
     samples = in_sizes(found.train.samples, sizes)
     notices = [f"prior: {notice}" for notice in found.notices]
