@@ -156,6 +156,7 @@ def prepare_pictures(
     config: PictureDataConfig,
     *,
     option: str = "--data.path",
+    caption_option: str = "--data.default_caption",
     without: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -163,8 +164,9 @@ def prepare_pictures(
 ) -> PictureData:
     """Read all pictures of a run once and put them into buckets. Every rank calls it with the same options; collective.
 
-    ``option`` names `config.path` in messages. Pictures named in ``without`` are passed over. Raises ``UsageError``,
-    also if more than `max_left_out` of the pictures and captions cannot be used.
+    ``option`` and ``caption_option`` name `config.path` and `config.default_caption` in messages. Pictures named in
+    ``without`` are passed over. Raises ``UsageError``, also if more than `max_left_out` of the pictures and captions
+    cannot be used.
     """
     if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
         # A default that nobody has given is not looked up on the Hub.
@@ -188,7 +190,7 @@ def prepare_pictures(
             barrier=barrier,
         )
         kept = [picture for picture in found.pictures if picture.name not in without]
-        return _samples(replace(found, pictures=kept), config, source.named)
+        return _samples(replace(found, pictures=kept), config, source.named, caption_option)
 
     samples, notices = read(config.path, option)
     if config.heldout_path is not None:
@@ -216,7 +218,9 @@ def prepare_pictures(
     return PictureData(train_data, heldout_data, cache, fingerprint, tuple(notices))
 
 
-def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[list[Sample], list[str]]:
+def _samples(
+    found: Pictures, config: PictureDataConfig, named: str, caption_option: str
+) -> tuple[list[Sample], list[str]]:
     """Return a sample for each picture and resolution, and notices of omissions."""
     samples: list[Sample] = []
     left_out = list(found.left_out)
@@ -224,7 +228,7 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
         caption = picture.caption or config.default_caption
         if caption is None:
             reason = NO_CAPTION if picture.caption is None else "its caption is empty"
-            left_out.append(LeftOut(picture.name, reason, "give --data.default_caption to use it"))
+            left_out.append(LeftOut(picture.name, reason, f"give {caption_option} to use it"))
             continue
         sizes = _target_sizes((picture.height, picture.width), config)
         if not sizes:

@@ -40,7 +40,8 @@ class PriorConfig:
     weight: PositiveFloat = 1.0
     """Weight of their loss, which is added to that of the training pictures."""
     caption: str | None = None
-    """Caption of those that have none, such as "a dog", and of those that are drawn."""
+    """Caption of those that have none, such as "a dog", and of those that are drawn. `data.default_caption` is not
+    theirs. None: those without one are left out."""
     count: NonNegativeInt = 0
     """Minimum number of class pictures in `data.prior.path`, then a folder. Before training the base generates the
     missing ones from `data.prior.caption`, as squares of the first of `data.resolutions`. Your own there are all used,
@@ -109,7 +110,7 @@ class PictureDataConfig:
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     default_caption: str | None = None
-    """Caption of pictures that have none; may be empty. None: they are left out."""
+    """Caption of pictures that have none, but not of those of the prior; may be empty. None: they are left out."""
     caption_prefix: str = ""
     """Text before every caption, such as a trigger word: 'sks, '. Not before those of the prior."""
     resolutions: tuple[PositiveInt, ...] = (512,)

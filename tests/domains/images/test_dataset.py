@@ -218,6 +218,27 @@ def test_a_prefix_is_before_every_caption_and_not_those_of_the_prior(tmp_path: P
     assert set(beside) <= {f"picture number {number}" for number in range(3)}
 
 
+def test_a_prior_has_captions_of_its_own(tmp_path: Path) -> None:
+    """That of the training pictures may name their subject, which the class would then learn."""
+    folder = folder_of(tmp_path / "class", (32, 32))
+    (folder / "000.txt").unlink()
+    options: dict[str, Any] = {"default_caption": "sks dog", "heldout_fraction": 0}
+    data = prepared(folder_of(tmp_path / "data", (32, 32)), tmp_path / "cache", **options)
+
+    def of_prior(caption: str | None) -> list[str]:
+        cache = str(tmp_path / "cache")
+        asked = PriorConfig(str(folder), caption=caption)
+        given = PictureDataConfig(resolutions=(32,), bucket_step=8, cache_dir=cache, prior=asked, **options)
+        found = prepare_prior(given, data.train)
+        assert found is not None
+        return found[0].captions(torch.arange(len(found[0])))
+
+    with pytest.raises(UsageError, match=r"^--data.prior.path .*000.png \(give --data.prior.caption to use it\)"):
+        of_prior(None)
+    assert of_prior("a dog") == ["a dog"]
+    assert of_prior("") == [""]
+
+
 def test_a_default_caption_takes_the_place_of_no_caption_that_is_not_read(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
     (folder / "000.txt").rename(folder / "000.caption")

@@ -81,7 +81,8 @@ def prepare_prior(
     source = replace(
         config,
         path=prior.path,
-        default_caption=prior.caption or config.default_caption,
+        # Never the training pictures' own: that may name their subject, and would teach it to the whole class.
+        default_caption=prior.caption,
         caption_prefix="",
         split="train",
         image_column=None,
@@ -93,6 +94,7 @@ def prepare_prior(
     found = prepare_pictures(
         source,
         option="--data.prior.path",
+        caption_option="--data.prior.caption",
         without=drawn_beyond(prior),
         rank=rank,
         world_size=world_size,
