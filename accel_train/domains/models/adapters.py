@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.lora import LoraConfig, PartOfModel, import_peft, inject
+from accel_train.domains.models.lora import LoraConfig, PartOfModel, import_peft, inject, last_part
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
 from accel_train.store.exports import peft_layout
@@ -28,6 +28,8 @@ INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
 """Initialisations of adapters that leave the base unchanged. Others, such as pissa, change it."""
 BASE = "base"
 """Name that selects the base without an adapter."""
+SHOWN_LAYERS = 12
+"""Most names of layers in a message."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -166,6 +168,43 @@ def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOf
             f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
             "option here has; merge them into the base with peft, and start from that"
         )
+
+
+def refuse_other_layers(
+    initial_weights: Path | None,
+    targets: Sequence[str],
+    layers_of: Callable[[Sequence[str]], Collection[str]],
+    option: str = "lora.targets",
+    prefix: str = "",
+) -> None:
+    """Raise ``UsageError`` if the adapters to start from are on other layers than those that ``targets`` name.
+
+    ``layers_of`` returns the layers of targets in the model, or in its part whose paths begin with ``prefix``. Adapters
+    on layers that it lacks are left to the loading of the weights, which lists them.
+    """
+    if initial_weights is None or not is_adapter(initial_weights):
+        return
+    # By the tensors, because target_modules may be a pattern, and name layers that have none.
+    paths = {key.removeprefix(peft_layout.PREFIX).partition(".lora_")[0] for key in read_adapter(initial_weights)}
+    trained = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+    if not trained or trained == set(layers_of(targets)):
+        return
+    names = _names_of(trained, layers_of)
+    if names:
+        required = f"--{option} {shortened(names, SHOWN_LAYERS, ' ')}"
+        raise UsageError(
+            f"{option} {' '.join(targets)}: the adapters of --init_from, {initial_weights}, were trained with "
+            f"{required}, which is {len(trained)} layers; give {required}"
+        )
+
+
+def _names_of(layers: Collection[str], layers_of: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
+    """Return targets that mean exactly these layers: the last parts of their paths, or else their paths."""
+    for names in (sorted({last_part(path) for path in layers}), sorted(layers)):
+        with suppress(UsageError):
+            if set(layers_of(names)) == set(layers):
+                return names
+    return []
 
 
 class _Pair(NamedTuple):

@@ -194,7 +194,7 @@ def _describe_experts(model: nn.Module, config: LoraConfig) -> list[str]:
         return []
     count = sum(parameter.numel() for parameter in experts.values())
     frozen = sum(quantised.count_values(p) for p in model.parameters() if not p.requires_grad)
-    endings = shortened(sorted({_ending(name) for name in experts}), 3)
+    endings = shortened(sorted({last_part(name) for name in experts}), 3)
     base = f", and are not in {config.base_precision}" if config.base_precision in quantised.BITS else ""
     return [
         f"{count:,} of {frozen:,} weights are in 3-D parameters of experts ({endings}) and have no adapter, because "
@@ -250,9 +250,9 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     Raises ``UsageError`` for a name without a layer.
     """
     chosen = target_layers(model, targets)
-    endings = sorted({_ending(name) for name in chosen})
+    endings = sorted({last_part(name) for name in chosen})
     # Short names are what people expect in adapter_config.json, but they must not mean more layers than chosen.
-    if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
+    if {name for name, _ in model.named_modules() if last_part(name) in endings} == chosen:
         return endings
     return sorted(chosen)
 
@@ -283,7 +283,7 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
     for target in targets:
         matching = [name for name in linear if _is_meant(name, target, head)]
         if not matching:
-            endings = sorted({_ending(name) for name in linear})
+            endings = sorted({last_part(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
             if any(name.endswith(f".{target}") for name in _stacked_experts(model)):
                 hint = ", but a 3-D parameter of experts, which takes no adapter here"
@@ -304,7 +304,7 @@ def _head_of(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _ending(name: str) -> str:
+def last_part(name: str) -> str:
     """Return the last part of a path, with the one before if it is a number: ``to_out.0``."""
     front, _, last = name.rpartition(".")
     return f"{front.rpartition('.')[2]}.{last}" if last.isdigit() and front else last

@@ -232,6 +232,14 @@ def test_a_run_begins_from_an_export_as_from_the_run(tmp_path: Path) -> None:
     assert losses(train(tmp_path, "of_export", *flags, "--init_from", str(out))) == expected
     with pytest.raises(UsageError, match=r"^--text_encoders\.rank 3: the adapters of --init_from, .*out, were trained"):
         train(tmp_path, "other", *flags, "--text_encoders.rank", "3", "--init_from", str(out))
+    with pytest.raises(
+        UsageError, match=r"^lora\.targets to_q: .* with --lora\.targets to_k to_out\.0 to_q to_v, which"
+    ):
+        train(tmp_path, "other", *flags, "--lora.targets", "to_q", "--init_from", str(out))
+    with pytest.raises(
+        UsageError, match=r"^text_encoders\.targets all-linear: .* --text_encoders\.targets k_proj out_pr"
+    ):
+        train(tmp_path, "other", *flags, "--text_encoders.targets", "all-linear", "--init_from", str(out))
     shutil.copytree(tmp_path / "base", tmp_path / "another")
     file = tmp_path / "another" / "unet" / "diffusion_pytorch_model.safetensors"
     save_file({key: 2 * value for key, value in load_file(file).items()}, file)
@@ -503,10 +511,16 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 def test_adapters_to_start_from_have_the_scale_of_their_options(tmp_path: Path) -> None:
     """Refused before a model is built."""
     base = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path / "base")))))
-    values = lora.adapter_config(built(base), "some/base")
+    model = built(base)
+    values = lora.adapter_config(model, "some/base")
     (tmp_path / peft_layout.CONFIG_FILE).write_text(json.dumps(values))
+    tensors = peft_layout.by_key_of_peft({name: value.detach() for name, value in model.named_parameters()})
+    save_file(tensors, tmp_path / f"{peft_layout.WEIGHTS_STEM}.safetensors")
     config = LoraConfig(rank=RANK, alpha=ALPHA)
     adapters.build(base, config, TEXT, "fp32", CPU, tmp_path)
+    # Without the last block of the first encoder, which has none here either.
+    with pytest.raises(UsageError, match=r"^text_encoders\.targets q_proj: .* with --text_encoders\.targets .*; give"):
+        adapters.build(base, config, replace(TEXT, targets=("q_proj",)), "fp32", CPU, tmp_path)
     with pytest.raises(UsageError, match=r"^--text_encoders\.alpha 2: .*; give --text_encoders\.alpha 5$"):
         adapters.build(base, config, replace(TEXT, alpha=2.0), "fp32", CPU, tmp_path)
     with pytest.raises(UsageError, match=r"^--text_encoders\.rank 0 and .*; give --text_encoders\.rank 2 --text_enc"):

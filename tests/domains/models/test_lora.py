@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from accel_train import frozen_weights
 from accel_train.config import UsageError
 from accel_train.domains.models import adapters, lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
-from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora
+from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora, target_layers
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.store.exports import peft_layout
 from accel_train.store.pretrained_base import PretrainedBase
@@ -443,3 +445,36 @@ def test_another_variant_to_start_from_is_refused(theirs: Any, ours: Any, tmp_pa
     folder = saved_adapters(tmp_path / "run", LoraConfig(rank=4, variant=theirs), [])
     with pytest.raises(UsageError, match=rf"^--lora\.variant {ours}: .*; give --lora\.variant {theirs}$"):
         adapters.refuse_other_scale(folder, LoraConfig(rank=4, variant=ours))
+
+
+def saved_on(folder: Path, layers: Sequence[str]) -> Path:
+    """A folder as peft writes it, with adapters on some layers."""
+    folder.mkdir()
+    # The field may name other layers than there are tensors for.
+    (folder / peft_layout.CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "target_modules": "all-linear"}))
+    keys = [f"{peft_layout.PREFIX}{path}.lora_{matrix}.weight" for path in layers for matrix in "AB"]
+    save_file({key: torch.ones(2, 2) for key in keys}, folder / f"{peft_layout.WEIGHTS_STEM}.safetensors")
+    return folder
+
+
+def test_adapters_to_start_from_are_on_the_layers_of_the_targets(tmp_path: Path) -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("to_q", "to_k")}) for _ in range(2))
+    layers_of = partial(target_layers, blocks)
+    queries = saved_on(tmp_path / "queries", ["0.to_q", "1.to_q"])
+    adapters.refuse_other_layers(queries, ["to_q"], layers_of)
+    adapters.refuse_other_layers(queries, ["0.to_q", "1.to_q"], layers_of)
+    adapters.refuse_other_layers(None, ["to_k"], layers_of)
+    adapters.refuse_other_layers(tmp_path, ["to_k"], layers_of)
+    says = (
+        r"^text\.targets to_q to_k: the adapters of --init_from, .*queries, were trained with --text\.targets to_q, "
+        r"which is 2 layers; give --text\.targets to_q$"
+    )
+    with pytest.raises(UsageError, match=says):
+        adapters.refuse_other_layers(queries, ["to_q", "to_k"], layers_of, "text.targets")
+    # One layer of its name, and of a part.
+    one = saved_on(tmp_path / "one", ["part.1.to_q", "other.to_k"])
+    with pytest.raises(UsageError, match=r"which is 1 layers; give --lora\.targets 1\.to_q$"):
+        adapters.refuse_other_layers(one, ["to_q"], layers_of, prefix="part.")
+    # Layers that the model lacks are reported when the weights are loaded.
+    foreign = saved_on(tmp_path / "foreign", ["0.to_v"])
+    adapters.refuse_other_layers(foreign, ["to_q"], layers_of)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.images.pipelines.loading import FAMILIES, Base, DiffusersBase
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
-from accel_train.domains.models.adapters import refuse_other_scale
+from accel_train.domains.models.adapters import refuse_other_layers, refuse_other_scale
 from accel_train.domains.models.lora import (
     LoraConfig,
     PartOfModel,
@@ -156,14 +157,37 @@ def build(
     """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
 
     With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``. Raises ``UsageError`` if the
-    adapters of the checkpoint ``initial_weights``, which are loaded later, were trained with another scale.
+    adapters of the checkpoint ``initial_weights``, which are loaded later, were trained with another scale or on other
+    layers.
     """
     # If none is trained here, those that may have been trained in the checkpoint.
     names = base.trained_text or tuple(joint.TOKENIZERS)
     refuse_other_scale(initial_weights, adapters, [_part(name, text) for name in names])
     model = base.denoiser(loading_precision(adapters, precision))
+    _refuse_other_layers(initial_weights, model, base, adapters, text)
     apply_adapters(model, base, adapters, text, precision, device)
     return model
+
+
+def _refuse_other_layers(
+    initial_weights: Path | None, model: nn.Module, base: Base, adapters: LoraConfig, text: TextEncoderConfig
+) -> None:
+    denoiser = joint.denoiser_of(model)
+    idle = base.family.idle(denoiser)
+
+    def of_denoiser(targets: Sequence[str]) -> set[str]:
+        return target_layers(denoiser, targets).difference(idle)
+
+    wanted = adapters.targets or base.family.targets
+    if not isinstance(model, DenoiserWithText):
+        refuse_other_layers(initial_weights, wanted, of_denoiser)
+        return
+    refuse_other_layers(initial_weights, wanted, of_denoiser, prefix=f"{model.component}.")
+    for name in model.encoders:
+        layers = partial(_layers_of_encoder, model, name)
+        refuse_other_layers(
+            initial_weights, text.targets or DEFAULT_TARGETS, layers, f"{PART}.targets", prefix=f"{name}."
+        )
 
 
 def apply_adapters(
@@ -184,8 +208,8 @@ def apply_adapters(
     # Whole paths, because denoiser and encoders have layers of the same names.
     paths = [f"{model.component}.{path}" for path in sorted(target_layers(denoiser, targets))]
     parts: list[PartOfModel] = []
-    for number, (name, encoder) in enumerate(model.encoders.items()):
-        layers = _layers(encoder, text.targets or DEFAULT_TARGETS, model.way.skips_last and number == 0)
+    for name in model.encoders:
+        layers = _layers_of_encoder(model, name, text.targets or DEFAULT_TARGETS)
         paths += [f"{name}.{path}" for path in layers]
         parts.append(_part(name, text))
     apply_lora(model, replace(adapters, targets=tuple(paths)), precision, device, parts)
@@ -195,11 +219,13 @@ def _part(name: str, text: TextEncoderConfig) -> PartOfModel:
     return PartOfModel(name, text.rank, text.alpha, options=PART)
 
 
-def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> list[str]:
+def _layers_of_encoder(model: DenoiserWithText, name: str, targets: Sequence[str]) -> list[str]:
     """Return the paths of an encoder's target layers. Layers without influence are left out: DDP needs their gradient.
 
     The last block of the first of XL's two encoders has none, because the pooled output is that of the second.
     """
+    encoder: Any = model.encoders[name]
+    skips_last = model.way.skips_last and name == model.encoder_names[0]
     # transformers 5 has no text_model in CLIPTextModel.
     where = "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
     blocks = encoder.get_submodule(where)
