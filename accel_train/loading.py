@@ -17,6 +17,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline, TrainedModel
 from accel_train.store import manifest, names, strict_json
+from accel_train.store.exports import peft_layout
 from accel_train.store.exports.verification import EXPORTED_OPTIONS, MAX_DESCRIPTION_BYTES, verify_export
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,19 @@ def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:
             "and a run of adapters does on pictures"
         )
     adaptable: Adaptable = pipeline
-    adaptable.attach({name: find(place) for name, place in adapters.items()})
+    adaptable.attach({name: _find_adapter(name, place) for name, place in adapters.items()})
+
+
+def _find_adapter(name: str, place: Place) -> Path:
+    try:
+        return find(place)
+    except UsageError as error:
+        hint = peft_layout.conversion_hint(expand_path(place))
+        if not hint:
+            raise
+        raise UsageError(
+            f"adapters {name}={place}: {error}, or an export of adapters or a folder of peft{hint}"
+        ) from None
 
 
 def find(place: Place) -> Path:

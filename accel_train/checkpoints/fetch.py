@@ -116,6 +116,7 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     raise UsageError(
         f"init_from: {source} {problem}; a run with a checkpoint, a directory with model.safetensors, or an export of "
         "adapters or a folder of peft, is required; correct --init_from or leave it out"
+        f"{peft_layout.conversion_hint(source)}"
     )
 
 

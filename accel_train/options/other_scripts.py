@@ -170,7 +170,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "use_rslora": "--lora.variant rslora",
     "network_module": "--lora.variant lora|dora|rslora",
     "network_args": "--lora.variant and --lora.targets (other arguments have no option)",
-    "network_weights": "--init_from",
+    "network_weights": "--init_from, with the file converted first (docs/lora.md, Files of others)",
     "lora_dropout": DROPOUT,
     "network_dropout": DROPOUT,
     "scale_weight_norms": ABSENT,

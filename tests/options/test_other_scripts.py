@@ -92,7 +92,7 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
         ("lora", "--discrete_flow_shift", "use --times.shift, which comes on top of the shift of the base's"),
         ("lora", "--allow_tf32", "there is none: matrix products in fp32 are never rounded to TF32"),
         ("lora", "--use-dora", "use --lora.variant dora"),
-        ("lora", "--network_weights", "use --init_from"),
+        ("lora", "--network_weights", "use --init_from, with the file converted first"),
         ("lora", "--instance_prompt", "use --data.default_caption"),
         ("lora", "--class_prompt", "use --data.prior.caption"),
         ("lora", "--dataset_config", "use --data.path and other options of data"),

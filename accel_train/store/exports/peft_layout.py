@@ -50,6 +50,14 @@ def folders(directory: Path) -> dict[str, Path]:
     return {f"{part.name}.": part for part in parts if _has_weights(part)}
 
 
+def conversion_hint(place: Path) -> str:
+    """Return what to do with a file of weights, or a folder with one, that may hold adapters in another layout."""
+    files = [place] if place.is_file() else place.glob("*.safetensors")
+    if not any(file.suffix == ".safetensors" for file in files):
+        return ""
+    return "; adapters in a file of diffusers or kohya become a folder of peft first (docs/lora.md, Files of others)"
+
+
 def _has_weights(folder: Path) -> bool:
     return any(folder.glob(f"{WEIGHTS_STEM}*.safetensors"))
 
