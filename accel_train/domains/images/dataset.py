@@ -168,12 +168,7 @@ def prepare_pictures(
     ``without`` are passed over. Raises ``UsageError``, also if more than `max_left_out` of the pictures and captions
     cannot be used.
     """
-    if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
-        # A default that nobody has given is not looked up on the Hub.
-        raise UsageError(
-            f"{option} {config.path!r}: the default, and there is no such folder here; give a folder of pictures, "
-            "parquet files, a folder of dataset.save_to_disk, a Hub id, or emoji for the bundled ones"
-        )
+    _refuse_absent_default(config, option)
     cache = open_cache(config.cache_dir, rank, world_size)
 
     def read(path: str, option: str) -> tuple[list[Sample], list[str]]:
@@ -216,6 +211,15 @@ def prepare_pictures(
     sizes = f"{len(train):,} training samples, {len(heldout):,} held out"
     notices = [sizes, *_about_few(train, heldout, config), *notices, *bucket_notices(train_data)]
     return PictureData(train_data, heldout_data, cache, fingerprint, tuple(notices))
+
+
+def _refuse_absent_default(config: PictureDataConfig, option: str) -> None:
+    if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
+        # A default that nobody has given is not looked up on the Hub.
+        raise UsageError(
+            f"{option} {config.path!r}: the default, and there is no such folder here; give a folder of pictures, "
+            "parquet files, a folder of dataset.save_to_disk, a Hub id, or emoji for the bundled ones"
+        )
 
 
 def _samples(

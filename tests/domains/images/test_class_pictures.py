@@ -128,7 +128,7 @@ def test_runs_of_several_counts_share_a_folder(folder: Path, tmp_path: Path) -> 
             prior=asked,
             cache_dir=str(tmp_path / "cache"),
         )
-        found = prepare_prior(config, prepare_pictures(config).train)
+        found = prepare_prior(config, prepare_pictures(config).train, without=class_pictures.drawn_beyond(asked))
         assert found is not None
         return [sample.picture.name for sample in found[0].samples], found[0].fingerprint
 

@@ -26,7 +26,7 @@ from accel_train.domains.images.pipelines.drawing import reduction
 from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
-from accel_train.domains.images.weighting.class_pictures import draw_missing
+from accel_train.domains.images.weighting.class_pictures import draw_missing, drawn_beyond
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
 from accel_train.domains.images.weighting.prior import ROWS, PairedPictures, joined, prepare_prior
 
@@ -226,7 +226,14 @@ def _prior(
     frozen = with_frozen_text(base)
     encode = partial(encoding.encode_texts, pipeline, frozen)
     drawn = draw_missing(config, frozen, pipeline, encode, filling)
-    found = prepare_prior(config, training, rank=filling.rank, world_size=filling.world_size, barrier=filling.barrier)
+    found = prepare_prior(
+        config,
+        training,
+        without=drawn_beyond(config.prior),
+        rank=filling.rank,
+        world_size=filling.world_size,
+        barrier=filling.barrier,
+    )
     return None if found is None else (found[0], [*drawn, *found[1]])
 
 

@@ -7,7 +7,7 @@ are drawn again in each epoch.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from accel_train.domains.images.buckets import Size
 from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_pictures
 from accel_train.domains.images.latent_cache import CachedPictures
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.weighting.class_pictures import drawn_beyond
 from accel_train.domains.images.weighting.masks import MASK
 
 PREFIX = "prior_"
@@ -67,13 +66,15 @@ def prepare_prior(
     config: PictureDataConfig,
     training: PictureDataset,
     *,
+    without: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> tuple[PictureDataset, list[str]] | None:
     """Read the pictures of the prior, in the sizes of ``training``, and return them with notices. Collective.
 
-    None without ``data.prior.path``. Raises ``UsageError`` as for training pictures.
+    Pictures named in ``without`` are passed over. None without ``data.prior.path``. Raises ``UsageError`` as for
+    training pictures.
     """
     prior = config.prior
     if prior.path is None:
@@ -95,7 +96,7 @@ def prepare_prior(
         source,
         option="--data.prior.path",
         caption_option="--data.prior.caption",
-        without=drawn_beyond(prior),
+        without=without,
         rank=rank,
         world_size=world_size,
         barrier=barrier,
