@@ -87,7 +87,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
     Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
     # Imported here, because the recipe imports it in any case.
-    from accel_train.startup import refuse_options
+    from accel_train.startup import refuse_options, refuse_strategy
 
     silenced = ignored_names(os.environ, ignored)
     path, machine, assumption = read_machine(request)
@@ -110,6 +110,8 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
     # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
+    # Accelerate does not wrap the model of one process with a DDP file.
+    refuse_strategy(config, "single" if machine.strategy == "ddp" and processes == 1 else machine.strategy)
     has_devices = bool(visible_devices())
     layout = layout_of_file(machine, has_devices=has_devices)
     host = read_host(config.output_dir, os.environ)

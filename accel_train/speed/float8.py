@@ -42,6 +42,14 @@ def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy
     if recipe == "none":
         return
     _refuse_device(recipe, device)
+    refuse_strategy(recipe, precision, strategy)
+    _refuse_package(recipe)
+
+
+def refuse_strategy(recipe: Float8, precision: str, strategy: str) -> None:
+    """Raise `UsageError` for a strategy or precision without float8, on whatever device."""
+    if recipe == "none":
+        return
     if precision != "bf16":
         raise UsageError(
             f"float8: {recipe} with precision {precision}: what is not in float8 is computed in bf16; use --precision "
@@ -53,7 +61,6 @@ def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy
             "puts functions of its own in the place of linear layers, and the two were never run together; use "
             "accelerate_configs/fsdp2.yaml, which shards as much, or --float8 none"
         )
-    _refuse_package(recipe)
 
 
 def apply_float8(model: nn.Module, recipe: Float8, *, emulate: bool = False) -> str:

@@ -109,11 +109,16 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def refuse_combination(name: str, strategy: str, precision: str, device: torch.device) -> None:
-    """Raise ``UsageError`` for a combination outside the table, a missing package, or an unsupported device."""
+def refuse_outside_table(name: str, strategy: str, precision: str) -> None:
+    """Raise ``UsageError`` for a combination outside the table, on whatever machine."""
     row = TABLE[OWN if is_own(name) else name][strategy]
     if precision not in row.precisions:
         raise UsageError(f"optimizer.name: {name} does not run under {strategy} in {precision}: {row.reason}")
+
+
+def refuse_combination(name: str, strategy: str, precision: str, device: torch.device) -> None:
+    """Raise ``UsageError`` for a combination outside the table, a missing package, or an unsupported device."""
+    refuse_outside_table(name, strategy, precision)
     if name == "adamw8bit":
         _refuse_eight_bit(device)
     if name == "adamw_offload" and device.type != "cuda":

@@ -93,6 +93,25 @@ def test_what_a_start_refuses_by_its_options_is_refused_in_the_same_words(flags:
         ("ddp", "--distributed.fsdp2_prefetch 2", r"distributed\.fsdp2_prefetch: 2: acts on FSDP2, and ddp runs"),
         ("ddp", "--distributed.static_graph --micro_batch_size 8", r"static_graph: true with 4 micro-batches"),
         ("cpu", "--distributed.comm_hook bf16", r"distributed\.comm_hook: bf16 needs NCCL"),
+        (
+            "fsdp2",
+            "--optimizer.name torch.optim:NAdam",
+            r"optimizer\.name: .*NAdam does not run under fsdp2 in fp32: a",
+        ),
+        ("zero2_offload", "--optimizer.name muon --precision bf16", r"muon does not run under zero2 in bf16: ZeRO"),
+        ("ddp", "--optimizer.name adamw_offload", r"adamw_offload does not run under ddp in fp32: it keeps"),
+        ("ddp", "--optimizer.name torch.optim:Nope", r"optimizer\.name: torch\.optim:Nope: cannot be imported"),
+        (
+            "ddp",
+            "--optimizer.name torch.optim:SGD",
+            r"optimizer\.betas: .*torch\.optim:SGD has no such argument",
+        ),
+        ("zero2_offload", "--health.spike_factor 9 --health.spike skip", r"health\.spike: skip: under zero2 DeepSpeed"),
+        ("zero3_offload", "--health.non_finite skip --precision fp16", r"non_finite: skip under zero3 with precision"),
+        ("ddp", "--health.non_finite skip --distributed.comm_hook powersgd", r"powersgd: the hook carries"),
+        ("zero3_offload", "--float8 tensorwise --precision bf16", r"float8: tensorwise runs under single, ddp, fsdp2"),
+        ("fsdp2", "--float8 tensorwise", r"float8: tensorwise with precision fp32"),
+        ("fsdp2", "--offload_frozen", r"offload_frozen: fsdp2 divides or moves the weights"),
         ("own", "", r"fsdp_activation_checkpointing: true in .*own\.yaml would rename"),
     ],
 )
@@ -108,7 +127,16 @@ def test_what_a_start_refuses_of_options_and_launch_file_is_refused(
         path = tmp_path / f"{file}.yaml"
         path.write_text(f"{own[file]}num_processes: 2\n")
     with pytest.raises(UsageError, match=says):
-        check(RECIPE, "demo", *flags.split(), file=str(path))
+        check(RECIPE, "demo", "--precision", "fp32", *flags.split(), file=str(path))
+
+
+def test_a_ddp_file_of_one_process_is_checked_as_the_single_process_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 1\n")
+    assert check(RECIPE, "demo", "--optimizer.name", "adamw_offload", file=str(path)) == 0
+    assert "no findings" in capsys.readouterr().out
 
 
 def test_names_are_silenced_by_flag_and_by_environment(

@@ -45,7 +45,8 @@ def offload_frozen_blocks(
     Raises ``UsageError`` under a strategy that shards or casts the weights, with compiled blocks, with weights of
     bitsandbytes, and if no block has a frozen parameter.
     """
-    _refuse(model, strategy, compile_mode)
+    refuse_strategy(strategy, compile_mode)
+    _refuse_quantised(model)
     blocks = blocks_in_order(model)
     chosen = [block for block in blocks if _frozen(model, block)]
     if not chosen:
@@ -76,7 +77,8 @@ def offloaded_bytes(model: nn.Module) -> int:
     return max(0, sum(sizes) - BUFFERS * max(sizes, default=0))
 
 
-def _refuse(model: nn.Module, strategy: str, compile_mode: str) -> None:
+def refuse_strategy(strategy: str, compile_mode: str) -> None:
+    """Raise ``UsageError`` for a strategy or a compile mode under which no frozen weights can be offloaded."""
     if strategy not in ("single", "ddp"):
         raise UsageError(
             f"offload_frozen: {strategy} divides or moves the weights itself; use one process or DDP, or leave it out "
@@ -87,6 +89,9 @@ def _refuse(model: nn.Module, strategy: str, compile_mode: str) -> None:
             f"offload_frozen: weights are brought before each block, which compile.mode {compile_mode} cannot trace; "
             "use --compile.mode off"
         )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ in REPLACED_BY_BITSANDBYTES:
             raise UsageError(

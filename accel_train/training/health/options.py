@@ -173,6 +173,20 @@ def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:
     """Raise ``UsageError`` where a spike cannot be held back, or a skipped step would still leave traces."""
+    refuse_strategy(config, strategy, precision, comm_hook)
+    if not config.skips:
+        return
+    moving = [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]
+    if moving:
+        raise UsageError(
+            f"{_skipping(config)}: the model has running statistics ({shortened(moving, 3)}), which a forward changes "
+            "before the step is known to be bad; use a norm without them (GroupNorm, LayerNorm), or "
+            "--health.non_finite stop"
+        )
+
+
+def refuse_strategy(config: HealthConfig, strategy: str, precision: str, comm_hook: str) -> None:
+    """Raise ``UsageError`` where ``refuse_inexact`` does so for every model."""
     zero = strategy.startswith("zero")
     if zero and (config.clips_spikes or config.skips_spikes):
         raise UsageError(
@@ -186,18 +200,13 @@ def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precis
             "scale for a gradient that is not finite at any scale, until it stops; use --precision bf16, or "
             "--health.non_finite stop"
         )
-    if not config.skips:
-        return
-    option = "health.non_finite: skip" if config.non_finite == "skip" else "health.spike: skip"
-    if comm_hook == "powersgd":
+    if config.skips and comm_hook == "powersgd":
         raise UsageError(
-            f"{option} with distributed.comm_hook: powersgd: the hook carries the error of one gradient over to the "
-            "next, and one that is not finite would stay in it for good; use --distributed.comm_hook none or bf16, or "
-            "--health.non_finite stop"
+            f"{_skipping(config)} with distributed.comm_hook: powersgd: the hook carries the error of one gradient "
+            "over to the next, and one that is not finite would stay in it for good; use --distributed.comm_hook none "
+            "or bf16, or --health.non_finite stop"
         )
-    moving = [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]
-    if moving:
-        raise UsageError(
-            f"{option}: the model has running statistics ({shortened(moving, 3)}), which a forward changes before the "
-            "step is known to be bad; use a norm without them (GroupNorm, LayerNorm), or --health.non_finite stop"
-        )
+
+
+def _skipping(config: HealthConfig) -> str:
+    return "health.non_finite: skip" if config.non_finite == "skip" else "health.spike: skip"
