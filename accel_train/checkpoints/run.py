@@ -22,6 +22,7 @@ from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed, is_safe_name
 from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, OTHER_DATA, REPORT, RUN_FILE
+from accel_train.store.pickles import holds_pickle
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health import rollback
 from accel_train.training.health.rollback import Rollback
@@ -32,6 +33,31 @@ OWED = "owes_evaluation"
 """Key in ``run.json`` of the step whose evaluation is left to the next start."""
 
 logger = logging.getLogger(__name__)
+
+
+def _without_refused(directory: Path) -> list[str]:
+    """Delete the files of a recipe that no checkpoint may hold, with warnings. Returns the names of the others.
+
+    Without such a file all else is saved, so a file that the recipe writes in a wrong format loses no training.
+    """
+    names: list[str] = []
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        reason = None
+        if not is_safe_name(name):
+            # No reader would accept the manifest.
+            reason = "which is no name of a file in one; rename it"
+        elif holds_pickle(path):
+            reason = (
+                "a pickle, and to read one is to run the program in it; in write_extras, write tensors with "
+                "safetensors.torch.save_file, and the rest as JSON"
+            )
+        if reason is None:
+            names.append(name)
+            continue
+        logger.warning("left out of the checkpoint: %a, %s", name, reason)
+        path.unlink()
+    return names
 
 
 @dataclass
@@ -102,7 +128,8 @@ class Run:
     ) -> tuple[Path, list[str]]:
         """Make the temporary directory of a save, with the recipe's files in it. Main process.
 
-        Returns it and the names of these files. Raises whatever ``write_extras`` raises, and leaves no directory then.
+        Returns it and the names of these files, without those that no checkpoint may hold. Raises whatever
+        ``write_extras`` raises, and leaves no directory then.
         """
         # A unique name for each attempt, so that the leftovers of a killed save are never written into.
         temporary = self.checkpoints / commit.temporary_name(step, atomic_files.new_nonce())
@@ -113,13 +140,7 @@ class Run:
             failpoints.hit("after_mkdir")
             # Code of the recipe, which may fail in any way. Nothing else has been written by then.
             write_extras(temporary)
-            files = [path for path in temporary.rglob("*") if path.is_file()]
-            names = sorted(path.relative_to(temporary).as_posix() for path in files)
-            for name in [name for name in names if not is_safe_name(name)]:
-                # Without the file all else is saved. With it, no reader would accept the manifest.
-                logger.warning("left out of the checkpoint: %a, which is no name of a file in one; rename it", name)
-                (temporary / name).unlink()
-                names.remove(name)
+            names = _without_refused(temporary)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

@@ -38,8 +38,8 @@ class Saver:
     """Saves the checkpoints of one run. A context manager, built and called on every rank at the same steps.
 
     ``write_extras`` is called on the main process with the new directory. It writes the files needed for sampling:
-    ``config.json``, and a folder ``assets`` if there are more. ``on_commit`` is called on the main process with every
-    committed checkpoint. ``epoch`` converts a number of steps to epochs.
+    ``config.json``, and a folder ``assets`` if there are more. A pickle among them is left out with a warning.
+    ``on_commit`` is called there with every committed checkpoint. ``epoch`` converts a number of steps to epochs.
     """
 
     _writer: Writer | None = None

@@ -19,6 +19,7 @@ from accel_train.commands.tensor_files import temporary_directory, write_collect
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, strict_json, weights
 from accel_train.store.manifest import checkpoint_name
+from accel_train.store.pickles import is_pickle
 from accel_train.store.weights import TensorInfo
 
 # Accelerate's model and model_1, transformers' model, diffusers' diffusion_pytorch_model, variants such as .fp16.
@@ -69,7 +70,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
 
 def _source(source: str) -> Path:
     path = expand_path(source)
-    if path.is_file() and weights.is_pickle(path):
+    if path.is_file() and is_pickle(path):
         raise weights.pickle_error([path])
     if path.is_file() and path.suffix == ".safetensors":
         raise UsageError(
@@ -140,7 +141,7 @@ def _refuse_pickles(path: Path) -> None:
             f"{path}: a DeepSpeed checkpoint. Its files are pickles, and reading a pickle runs the code in it. If you "
             f"trust it: {command} OUT --safe_serialization; convert OUT"
         )
-    pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
+    pickles = [file for file in path.iterdir() if is_pickle(file)]
     if pickles:
         raise weights.pickle_error(pickles)
 
@@ -180,10 +181,10 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo], chosen: str) -> dict[
 
 def _reason(entry: Path, chosen: str) -> str:
     if entry.is_dir():
-        if _is_distributed(entry) or any(weights.is_pickle(file) for file in entry.iterdir()):
+        if _is_distributed(entry) or any(is_pickle(file) for file in entry.iterdir()):
             return "it holds pickles"
         return "not weights of this model"
-    if weights.is_pickle(entry):
+    if is_pickle(entry):
         reason = "a pickle, and reading one runs the code in it"
         if entry.stem.startswith("optimizer"):
             reason += "; the optimizer starts from zero"

@@ -14,6 +14,7 @@ from torch import Tensor
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.store import manifest, strict_json, weights
+from accel_train.store.pickles import is_pickle
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import shortened
 
@@ -140,7 +141,7 @@ def collections_of(path: Path) -> Collections:
     Optimizer tensors are named ``exp_avg/layer.weight``. Pickles are never opened.
     """
     if path.is_file():
-        if weights.is_pickle(path):
+        if is_pickle(path):
             raise weights.pickle_error([path])
         return {"model": weights.read_header(path)}
     collections: Collections = {}
@@ -154,7 +155,7 @@ def collections_of(path: Path) -> Collections:
     if (path / "optimizer" / "index.json").is_file():
         collections["optimizer"] = _flat_optimizer_state(path)
     if not collections:
-        pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
+        pickles = [file for file in path.iterdir() if is_pickle(file)]
         if pickles:
             raise weights.pickle_error(pickles)
         raise UsageError(

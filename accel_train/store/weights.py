@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.store import manifest, strict_json
+from accel_train.store.pickles import is_pickle
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
-PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
-"""Suffixes of files written by Python's pickle. Reading one runs the program in it."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -63,11 +62,6 @@ class TensorInfo:
     def elements(self) -> int:
         """Product of the shape; 1 for a scalar."""
         return math.prod(self.shape)
-
-
-def is_pickle(path: Path) -> bool:
-    """Return True if, by its name, reading this file would run a program in it. ``.metadata`` is a DCP file."""
-    return path.suffix.lower() in PICKLES or path.name == ".metadata"
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -229,6 +229,33 @@ def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, cap
     assert r"left out of the checkpoint: 'at 3\u202fPM.png'" in caplog.text
 
 
+def test_a_pickle_among_the_extra_files_is_left_out_and_all_else_is_saved(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(folder: Path) -> None:
+        (folder / "assets").mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"mean": torch.zeros(2)}, folder / "assets" / "norm.safetensors")
+        torch.save({"mean": torch.zeros(2)}, folder / "assets" / "norm.pt")
+        torch.save({"mean": torch.zeros(2)}, folder / "norm.state")
+
+    saver = toy.saver(CheckpointConfig())
+    saver._write_extras = write
+    with saver:
+        toy.step(1)
+        saver.save(1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    assert commit.unlisted(saved) == []
+    names = {*saved.manifest["files"]}
+    assert {"config.json", "assets/norm.safetensors", "model.safetensors", "optimizer/index.json"} <= names
+    assert not names & {"assets/norm.pt", "norm.state"}
+    remedy = (
+        r"a pickle, and .*; in write_extras, write tensors with safetensors\.torch\.save_file, and the rest as JSON"
+    )
+    for name in ("assets/norm.pt", "norm.state"):
+        assert re.search(rf"left out of the checkpoint: '{name}', {remedy}", caplog.text)
+
+
 def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As of a parameter that was frozen when the checkpoint was written."""
     first = Toy(tmp_path / "run")
