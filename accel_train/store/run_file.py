@@ -36,13 +36,17 @@ CHOICE = re.compile(r"(.+)@(best|\d+)")
 
 
 class ExperimentOptions(dict[str, Any]):
-    """Options by their names on the command line, read from ``file``. A name it lacks raises ``UsageError``."""
+    """Options by their dotted names (``model.width``), read from ``file``. A name it lacks raises ``UsageError``."""
 
     def __init__(self, values: Mapping[str, Any], file: Path) -> None:
         super().__init__(values)
         self.file = file
 
     def __missing__(self, name: str) -> Any:
+        members = [key for key in self if key.startswith(f"{name}.")]
+        if members:
+            dotted = f"the names are dotted: {shortened(members, 4)}; let the recipe read options[{members[0]!r}]"
+            raise UsageError(f"{self.file}: {name!r} is a group of options, and {dotted}")
         raise UsageError(
             f"{self.file}: its run had no option {name!r}, so the model is of another version of this recipe. Give a "
             f"newer run, or let the recipe read options.get({name!r}, VALUE) with the value of before"
