@@ -34,7 +34,7 @@ def settle_habits(model: nn.Module, precision: Precision, strategy: str, checkpo
     for a strategy that would lower weights that the model keeps in fp32.
     """
     _refuse_lowered(model, precision, strategy)
-    notices = [*_freeze_statistics(model), *_own_checkpointing(model, checkpointing), *_leave_out_cache(model)]
+    notices = [*freeze_statistics(model), *_own_checkpointing(model, checkpointing), *_leave_out_cache(model)]
     _warn_about_batch_norm(model)
     warning = dropout_warning(model)
     if warning:
@@ -143,8 +143,12 @@ def _refuse_lowered(model: nn.Module, precision: Precision, strategy: str) -> No
         )
 
 
-def _freeze_statistics(model: nn.Module) -> list[str]:
-    """Put batch norms with frozen parameters into eval mode: their running statistics belong to the base."""
+def freeze_statistics(model: nn.Module) -> list[str]:
+    """Put batch norms with frozen parameters into eval mode, and return a notice if there are any.
+
+    Their running statistics belong to the base. ``model.train()`` undoes it, so a loop that calls that calls this after
+    it.
+    """
     frozen = 0
     for module in model.modules():
         if isinstance(module, BATCH_NORMS) and _is_frozen(module):

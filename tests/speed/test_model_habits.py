@@ -93,6 +93,14 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_a_trained_one_is_named(cap
     assert float(model[1].running_mean.abs().max()) > 0
 
 
+def test_a_loop_of_its_own_freezes_the_statistics_again_after_train() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3).requires_grad_(False), nn.BatchNorm1d(3))
+    for _ in range(2):
+        assert model_habits.freeze_statistics(model.train()) == ["1 frozen batch norm(s) keep their running statistics"]
+        assert [module.training for module in model] == [False, True]
+    assert model_habits.freeze_statistics(nn.Sequential(nn.BatchNorm1d(3))) == []
+
+
 def test_no_cache_is_filled_while_a_model_trains() -> None:
     model: Any = MODELS["llama"]().train()
     assert "use_cache is off while the model trains" in settled(model)
