@@ -197,6 +197,10 @@ def _format_row(row: Row, first: Row | None) -> str:
     norm_a, norm_b = row.values.get("grad_norm", nothing)
     # 17 digits tell every two floats apart.
     text = f"{row.step:>8}  {a:>20.17g}  {b:>20.17g}  {_difference(a, b):>10}  {_difference(norm_a, norm_b):>12}"
+    # A term has no column. One that differs although both columns agree is named, or the row would say nothing.
+    if row.differing and not {"loss", "grad_norm"} & {*row.differing}:
+        term = row.differing[0]
+        text += f"  {term} {_difference(*row.values[term])}"
     return f"{text}  <- first difference" if row is first else text
 
 

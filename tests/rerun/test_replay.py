@@ -352,6 +352,17 @@ def test_without_a_log_the_layout_is_that_of_the_compared_checkpoints(run: Finis
     assert reasons() == []
 
 
+def test_a_term_that_differs_alone_is_shown_in_its_row() -> None:
+    same = {"loss": (1.0, 1.0), "grad_norm": (2.0, 2.0)}
+    rows = [
+        Row(1, {**same, "loss_class": (0.5, 0.5)}),
+        Row(2, {**same, "loss_class": (0.5, 0.75)}),
+        Row(3, {**same, "loss": (1.0, 1.5), "loss_class": (0.5, 0.25)}),
+    ]
+    ends = [line[line.index("1", 20) :].split()[2:] for line in agreement.table(rows, [])[1:]]
+    assert ends == [["0", "0"], ["0", "0", *"loss_class 0.25 <- first difference".split()], ["0.5", "0"]]
+
+
 def test_rows_around_the_first_difference_are_shown() -> None:
     rows = [Row(step, {"loss": (1.0, 1.0 if step < 50 else 2.0)}) for step in range(100)]
     shown = agreement.rows_to_show(rows)
