@@ -11,7 +11,7 @@ from accel_train.options.tree import flatten
 from accel_train.precision import largest, relative
 from accel_train.rerun.starts import Line, Start
 
-Verdict = Literal["bit-identical", "equal within reduction order", "different"]
+Verdict = Literal["bit-identical", "equal within reduction order", "different", "not judged"]
 MOST_ROWS = 30
 """Rows shown. The receipt has all."""
 Sides = tuple[str, str]
@@ -139,7 +139,12 @@ def _surroundings(start: Start) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[str], tolerance: float) -> Verdict:
-    """Judge a replay. Without a reason for differing bits, every bit must be the same."""
+    """Judge a replay. Without a reason for differing bits, every bit must be the same.
+
+    ``not judged`` without lines and checkpoints: all of them are of steps with changed options.
+    """
+    if not rows and not weights:
+        return "not judged"
     same_lines = not any(row.differing for row in rows)
     same_weights = all(one.identical for one in weights)
     if same_lines and same_weights:
@@ -147,7 +152,6 @@ def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[s
     # A tolerance on the same layout would hide what a replay is for.
     if not reasons:
         return "different"
-    # Not empty: a window without log lines and checkpoints is refused.
     distances = [row.largest for row in rows]
     distances += [one.relative for one in weights]
     if largest(distances) <= tolerance:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,9 @@ class Result:
     """Reasons why bits may differ. Empty if every bit must be the same."""
     tolerance: float
     verdict: Verdict
+    changes: Mapping[int, Sequence[str]] = field(default_factory=dict[int, Sequence[str]])
+    """Step of a checkpoint -> options that the run changed when it was resumed there. Steps after the first of these
+    checkpoints are not judged."""
 
     @property
     def first_difference(self) -> Row | None:

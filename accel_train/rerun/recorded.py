@@ -12,7 +12,8 @@ from accel_train.commands.bundled import find_recipe, folder, recipe_names
 from accel_train.commands.places import find_run
 from accel_train.config import UsageError
 from accel_train.metrics.records import last_pass, read_metrics
-from accel_train.options.tree import Tree, overlaid
+from accel_train.options.allowed import is_covered
+from accel_train.options.tree import Tree, flatten, overlaid
 from accel_train.rerun.starts import Line, Start
 from accel_train.store import commit, manifest
 from accel_train.store.manifest import Checkpoint
@@ -89,12 +90,40 @@ class RecordedRun:
 
     def starts(self, first: int, last: int) -> list[Start]:
         """Return the starts that trained the steps ``first`` to ``last``, logged or not. Empty without a log."""
-        starts: list[Start] = []
+        return [start for _, start in self._begun(first, last)]
+
+    @property
+    def _allowed(self) -> set[str]:
+        """Options, or groups of them, that any start was allowed to change."""
+        return {name for record in self.records for name in record.get("config", {}).get("allow", ())}
+
+    def changed_since_the_start(self) -> list[str]:
+        """Name the options that a later start changed with ``--allow``: ``run.json`` has only their new values."""
+        before = flatten(next((record["config"] for record in self.records if record.get("event") == "config"), {}))
+        now: Mapping[str, Any] = self.saved["experiment"]
+        names = [name for name in before if name in now and is_covered(name, self._allowed)]
+        return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if before[name] != now[name]]
+
+    def allowed_changes(self, first: int, last: int, used: Mapping[str, Any]) -> dict[int, list[str]]:
+        """Map the step of each start among ``starts`` to the options that ``--allow`` let it change from ``used``.
+
+        Empty without a log. An option that a start left to be derived was kept.
+        """
+        changes: dict[int, list[str]] = {}
+        for step, start in self._begun(first, last):
+            for name, value in flatten(start.options).items():
+                if value not in (None, used.get(name)) and is_covered(name, self._allowed):
+                    changes.setdefault(step, []).append(f"{name} {used.get(name)!r} -> {value!r}")
+        return changes
+
+    def _begun(self, first: int, last: int) -> list[tuple[int, Start]]:
+        """Return ``starts``, each with the step of the checkpoint that it began at."""
+        starts: list[tuple[int, Start]] = []
         end = last
         # From the last one back, because a start trains again whatever follows its checkpoint.
         for number, begin in reversed(self._beginnings()):
             if begin < end and first <= end:
-                starts.insert(0, self._start_at(number))
+                starts.insert(0, (begin, self._start_at(number)))
             end = min(begin, end)
         return starts
 
@@ -187,10 +216,16 @@ def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
     return overlaid({}, {name: value for name, value in flat.items() if name != "data_fingerprint"})
 
 
+def values_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in ``run.json`` or a manifest, with the derived values of those left open."""
+    derived: Mapping[str, Any] = record.get("resolved") or {}
+    options: Mapping[str, Any] = record.get("experiment") or {}
+    return {name: derived.get(name) if value is None else value for name, value in options.items()}
+
+
 def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
     """Name the options changed by a later start of the run, with their values at ``checkpoint`` and now."""
-    before: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
-    now: Mapping[str, Any] = run.saved["experiment"]
+    before, now = values_of(checkpoint.manifest), values_of(run.saved)
     names = [name for name in now if name in before and not WITHOUT_EFFECT.fullmatch(name)]
     return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if before[name] != now[name]]
 

@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import UsageError
 from accel_train.rerun import agreement, recorded, training, weights
-from accel_train.rerun.agreement import TOLERANCE, Weights
+from accel_train.rerun.agreement import TOLERANCE, Row, Weights
 from accel_train.rerun.receipt import Result, receipt_file, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
@@ -81,7 +81,7 @@ class _Plan:
 
 
 def replay(request: Request) -> int:
-    """Replay a window, print the comparison and write the receipt. Return 1 for the verdict ``different``, else 0.
+    """Replay a window, print the comparison and write the receipt. Return 0 if the sides agree, else 1.
 
     Raises ``UsageError``. Main thread only, because it handles the stop signals.
     """
@@ -95,12 +95,13 @@ def replay(request: Request) -> int:
             path = receipt_file(request.receipt, f"replay-{run.run_id}-{first}-{last}.json")
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
-            write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
+            more = {"changed_options": {str(step): changed for step, changed in result.changes.items()}}
+            write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result, more)
         except (RunFailedError, InterruptedRunError) as error:
             return report_failure(error, "nothing is compared")
     print("\n".join(report(result)), flush=True)
     print(f"receipt: {path}", flush=True)
-    return 1 if result.verdict == "different" else 0
+    return 1 if result.verdict in ("different", "not judged") else 0
 
 
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
@@ -135,10 +136,15 @@ def _beginning(run: RecordedRun, first: int) -> tuple[Checkpoint | None, list[st
         return checkpoint, reasons
     # A run that began from another one's checkpoint has no step 0.
     origin = run.saved.get("origin")
-    if first == 0 and origin is None:
+    changed = run.changed_since_the_start()
+    if first == 0 and origin is None and not changed:
         return None, reasons
     steps = [str(step) for step, _ in run.checkpoints]
-    remedy = "" if origin else ", or --steps 0:N for a replay from the beginning"
+    remedy = ", or --steps 0:N for a replay from the beginning"
+    if first == 0 and changed:
+        remedy = f" (its beginning had other options, which it no longer has: {', '.join(changed)})"
+    elif origin or changed:
+        remedy = ""
     refused = "".join(f"\n  refused: {reason}" for reason in reasons)
     raise UsageError(
         f"--steps {first}:...: {run.directory} has no checkpoint at or before step {first} from which it can go on; it "
@@ -199,9 +205,25 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     if not starts:
         # Without a log, the manifests are the only record of the layout.
         reasons += _other_layouts(plan, replayed.newest_manifest())
-    verdict = agreement.verdict(rows, compared, reasons, request.tolerance)
-    result = Result(plan.window, plan.start_step, rows, compared, reasons, request.tolerance, verdict)
+    result = _judge(plan, rows, compared, reasons, request.tolerance)
     return result, {"recorded": starts, "replayed": [ours]}
+
+
+def _judge(
+    plan: _Plan, rows: Sequence[Row], compared: Sequence[Weights], reasons: Sequence[str], tolerance: float
+) -> Result:
+    """Judge the steps that the run trained with the options of the replay."""
+    run = plan.run
+    _, last = plan.window
+    # From the beginning, nothing has changed since (`_beginning`).
+    changes: dict[int, list[str]] = {}
+    if plan.checkpoint is not None:
+        used = recorded.values_of(plan.checkpoint.manifest)
+        changes = run.allowed_changes(plan.start_step + 1, last, used)
+    end = min(changes, default=last)
+    judged = [row for row in rows if row.step <= end]
+    verdict = agreement.verdict(judged, [one for one in compared if one.step <= end], reasons, tolerance)
+    return Result(plan.window, plan.start_step, rows, compared, reasons, tolerance, verdict, changes)
 
 
 def _other_layouts(plan: _Plan, ours: Mapping[str, Any]) -> list[str]:
@@ -239,8 +261,14 @@ def _verdict_lines(result: Result) -> list[str]:
     first = result.first_difference
     if first is not None:
         lines.append(f"first differing step: {first.step} ({', '.join(first.differing)})")
+    for step, changed in result.changes.items():
+        lines.append(f"options changed with --allow when the run was resumed at step {step}: {', '.join(changed)}")
+    until = ""
+    if result.changes:
+        until = f" up to step {min(result.changes)}"
+        lines.append(f"the replay keeps the options of its checkpoint, so only steps{until} are judged")
     if result.reasons:
         lines += agreement.allowed_lines(result.reasons, result.tolerance)
     else:
-        lines.append("the same layout, machine and versions as recorded: every bit must be the same")
+        lines.append(f"the same layout, machine and versions as recorded: every bit{until} must be the same")
     return [*lines, f"verdict: {result.verdict}"]

@@ -225,6 +225,45 @@ def test_options_are_those_of_the_checkpoint(run: Finished, tmp_path: Path) -> N
     assert recorded.changed_since(opened, checkpoint) == [f"optimizer.lr {before!r} -> 0.5"]
 
 
+def test_options_changed_at_a_resume_are_named_and_the_steps_after_it_are_not_judged(tmp_path: Path) -> None:
+    def start(step: int, lr: float, decay: int | None, *allow: str) -> list[dict[str, Any]]:
+        config = {
+            "optimizer": {"lr": lr},
+            "schedule": {"decay_steps": decay},
+            "health": {"window": step},
+            "allow": allow,
+        }
+        resumed = [{"event": "resume", "step": step}] if step else []
+        return [{"event": "environment"}, {"event": "config", "config": config}, *resumed]
+
+    experiment = {"optimizer.lr": 0.1, "schedule.decay_steps": None, "health.window": 0}
+    before = {"experiment": experiment, "resolved": {"schedule.decay_steps": 60}}
+    now = {"experiment": experiment | {"optimizer.lr": 0.2, "schedule.decay_steps": 20}, "resolved": {}}
+    records = [*start(0, 0.1, None), *start(6, 0.2, None, "optimizer"), *start(8, 0.2, 20, "schedule.decay_steps")]
+    run = recorded.RecordedRun("run", tmp_path, now, records, [])
+    rows = [Row(step, {"loss": (1.0, 1.0 if step < 7 else 2.0)}) for step in range(4, 10)]
+    weights = [Weights(6, "checkpoint_6", [], True, 0.0), Weights(9, "checkpoint_9", [], False, 1.0)]
+
+    def judged(first: int) -> list[str]:
+        saved = manifest.Checkpoint(tmp_path, first, before)
+        plan = replay._Plan(run, tmp_path, (first, 9), saved, [], 0, [])
+        compared = [[one for one in part if one.step > first] for part in (rows, weights)]
+        return replay._verdict_lines(replay._judge(plan, *compared, [], 1e-5))  # type: ignore[arg-type]
+
+    lr = "options changed with --allow when the run was resumed at step 6: optimizer.lr 0.1 -> 0.2"
+    both = "resumed at step 8: optimizer.lr 0.1 -> 0.2, schedule.decay_steps 60 -> 20"
+    lines = judged(3)
+    assert lines[1] == lr
+    assert lines[2].endswith(both)
+    assert lines[3] == "the replay keeps the options of its checkpoint, so only steps up to step 6 are judged"
+    assert lines[4].endswith("every bit up to step 6 must be the same")
+    assert lines[5] == "verdict: bit-identical"
+    assert judged(6)[-1] == "verdict: not judged"
+    other = r"other options, which it no longer has: optimizer\.lr 0\.1 -> 0\.2, schedule\.decay_steps None -> 20\)"
+    with pytest.raises(UsageError, match=other):
+        replay._beginning(run, 0)
+
+
 def test_a_copy_links_files_one_by_one_so_that_nothing_is_deleted_through_it(run: Finished, tmp_path: Path) -> None:
     before = recording.tree(run.directory)
     original = commit.verify(run.checkpoint(8))
