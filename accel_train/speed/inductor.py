@@ -56,12 +56,15 @@ def _reduces_rows(node: Any) -> bool:
 
 
 def set_heuristics() -> None:
-    """Set these heuristics for this process. A class of choices that is set already stays."""
+    """Set these heuristics for this process, unless a class of choices is set already.
+
+    Whoever set it has tuned the compiler, so its thresholds stay as well. Without one, larger thresholds stay.
+    """
+    if inductor.inductor_choices_class is not None:
+        return
     inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
     # From torch 2.13, None stands for eight.
     inductor.realize_acc_reads_threshold = max(inductor.realize_acc_reads_threshold or 0, CHAIN)
-    if inductor.inductor_choices_class is not None:
-        return
     inductor.inductor_choices_class = RowsInRegisters
     # A thread that has compiled before already holds torch's choices.
     V.set_choices_handler(RowsInRegisters())

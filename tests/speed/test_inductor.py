@@ -112,9 +112,17 @@ def test_choices_that_are_set_already_stay() -> None:
     class Own(InductorChoices):
         pass
 
-    own = {"inductor_choices_class": Own, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 30}
-    with settings.patch(own):
+    # Larger or smaller than those of this package.
+    for read, chain in ((20, 30), (4, 8)):
+        own = {"inductor_choices_class": Own, "realize_reads_threshold": read, "realize_acc_reads_threshold": chain}
+        with settings.patch(own):
+            set_heuristics()
+            assert settings.inductor_choices_class is Own
+            assert (settings.realize_reads_threshold, settings.realize_acc_reads_threshold) == (read, chain)
+
+
+def test_larger_thresholds_stay() -> None:
+    with settings.patch(realize_reads_threshold=20, realize_acc_reads_threshold=30):
         set_heuristics()
-        assert settings.inductor_choices_class is Own
-        assert settings.realize_reads_threshold == 20
-        assert settings.realize_acc_reads_threshold == 30
+        assert settings.inductor_choices_class is RowsInRegisters
+        assert (settings.realize_reads_threshold, settings.realize_acc_reads_threshold) == (20, 30)
