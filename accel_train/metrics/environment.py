@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """
     import torch
 
-    from accel_train.runtime.called import command, recipe_file
+    from accel_train.runtime.exiting import recipe_file
     from accel_train.runtime.strategy import strategy_of
 
     if accelerator.device.type == "cuda":
@@ -59,7 +60,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "world_size": accelerator.num_processes,
         "strategy": strategy_of(accelerator),
         "precision": "fp32" if precision == "no" else precision,
-        "command": command_line(command()),
+        "command": command_line(sys.argv),
         # The command has the path as it was typed, relative to a working directory that the reader may not know.
         "recipe": recipe,
         "git_commit": git_commit(directory),

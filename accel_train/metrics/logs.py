@@ -16,7 +16,6 @@ from typing import TextIO
 
 from accel_train.config import UsageError, disk_error
 from accel_train.metrics.environment import command_line
-from accel_train.runtime.called import command
 from accel_train.runtime.exiting import discard_unread_output
 from accel_train.runtime.hosts.lost import explain
 from accel_train.wording import FILE_ONLY
@@ -129,7 +128,7 @@ def log_file(output_dir: Path, rank: int) -> Path:
 
 def _header(rank: int, world_size: int) -> str:
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    return f"===== {started} rank {rank} of {world_size}, pid {os.getpid()}: {command_line(command())}"
+    return f"===== {started} rank {rank} of {world_size}, pid {os.getpid()}: {command_line(sys.argv)}"
 
 
 class _RankFile(logging.FileHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from typing import NoReturn, TextIO
 
 from accel_train.config import MendedError, UsageError, requested_output_dir
 from accel_train.launch_files.parents import launcher_with_traceback
-from accel_train.runtime import called
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
@@ -40,6 +40,8 @@ _imports = ExitStack()
 """Callbacks for the end of a recipe's imports."""
 _continues = False
 """The run in this process continues an earlier start of the same command."""
+_recipe: str | None = None
+"""File of the ``main`` of the run in this process."""
 
 
 class StartAgain(RuntimeError):
@@ -54,6 +56,17 @@ def started_again() -> bool:
     return _continues
 
 
+def recipe_file() -> str | None:
+    """Return the absolute path of the file with the ``main`` of ``one_run``, else of this process's script.
+
+    None where there is no file: in a cell of a notebook.
+    """
+    found = _recipe or getattr(sys.modules.get("__main__"), "__file__", None)
+    if found is None or not Path(found).is_file():
+        return None
+    return found
+
+
 def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Decorate a recipe's ``main``: release the process-wide state of the run, even after an error.
 
@@ -62,27 +75,35 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     """
 
     # Resolved now: the path may be relative, and the recipe may change its directory.
-    file = called.file_of(main)
+    file = _file_of(main)
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
-        global _continues
+        global _continues, _recipe
+        _recipe = file
         # Applies to this run only: not to processes it starts, nor to the next run in this process.
         _continues = os.environ.pop(STARTED_AGAIN_VARIABLE, None) is not None
         try:
-            with called.calling(file, argv):
-                while True:
-                    code = _run_once(main, argv)
-                    if code is not None:
-                        return code
-                    # The error is gone by now, and with it the frames that held the model.
-                    _free_memory()
-                    # The next round resumes, even if the command says --overwrite (`policy.of_this_start`).
-                    _continues = True
+            while True:
+                code = _run_once(main, argv)
+                if code is not None:
+                    return code
+                # The error is gone by now, and with it the frames that held the model.
+                _free_memory()
+                # The next round resumes, even if the command says --overwrite (`policy.of_this_start`).
+                _continues = True
         finally:
             _continues = False
+            _recipe = None
 
     return run
+
+
+def _file_of(main: Callable[..., object]) -> str | None:
+    code = getattr(inspect.unwrap(main), "__code__", None)
+    if code is None:
+        return None
+    return os.path.abspath(code.co_filename)
 
 
 def _run_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int | None:

@@ -37,7 +37,7 @@ from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
 from accel_train.metrics.tracking import trackers
-from accel_train.runtime import called
+from accel_train.runtime import exiting
 from accel_train.wording import FILE_ONLY
 from tests import compiling
 from tests.waiting import PATIENCE_SECONDS, free_port
@@ -338,7 +338,7 @@ def test_git_commit_is_that_of_the_recipe(accelerator: Accelerator, monkeypatch:
     asked: list[Path] = []
     monkeypatch.setattr(environment, "git_commit", asked.append)
     for recipe in ("/somewhere/recipes/r.py", None):
-        monkeypatch.setattr(called, "recipe_file", lambda recipe=recipe: recipe)
+        monkeypatch.setattr(exiting, "recipe_file", lambda recipe=recipe: recipe)
         environment.describe_environment(accelerator)
     assert asked == [Path("/somewhere/recipes"), Path.cwd()]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.runtime import called, exiting
+from accel_train.runtime import exiting
 from accel_train.runtime.exiting import STARTED_AGAIN_VARIABLE, StartAgain, one_run, reported_exit_code, started_again
 from accel_train.store import lock
 from tests.waiting import PATIENCE_SECONDS, until
@@ -249,8 +249,7 @@ def test_a_run_knows_its_recipe_by_a_path_that_holds_anywhere(tmp_path: Path) ->
     """Typed as a relative path, and called by another script or a notebook, whose own path says nothing."""
     text = (
         "import os, sys\n"
-        "from accel_train.runtime.called import recipe_file\n"
-        "from accel_train.runtime.exiting import one_run\n"
+        "from accel_train.runtime.exiting import one_run, recipe_file\n"
         "@one_run\n"
         "def main(argv):\n"
         "    os.chdir('/')\n"
@@ -260,7 +259,7 @@ def test_a_run_knows_its_recipe_by_a_path_that_holds_anywhere(tmp_path: Path) ->
         "    main(sys.argv[1:])\n"
     )
     (tmp_path / "r.py").write_text(text)
-    (tmp_path / "caller.py").write_text("import r\nr.main([])\n")
+    (tmp_path / "caller.py").write_text("import r\nfrom accel_train.runtime.exiting import recipe_file\nr.main([])\n")
     in_a_cell = "exec(compile(open('r.py').read(), '<cell>', 'exec'))"
     for words, expected in (
         (["r.py"], tmp_path / "r.py"),
@@ -269,22 +268,6 @@ def test_a_run_knows_its_recipe_by_a_path_that_holds_anywhere(tmp_path: Path) ->
     ):
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout == f"{expected}\n"
-
-
-def test_the_command_has_the_words_that_main_was_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As typed for a command. A notebook or a test has words of its own in ``sys.argv``."""
-    commands: list[list[str]] = []
-
-    @one_run
-    def main(argv: Sequence[str]) -> int:
-        commands.append(called.command())
-        return 0
-
-    monkeypatch.setattr(sys, "argv", ["recipe.py", "demo"])
-    for words in (["demo"], ["other", "--seed", "1"], []):
-        main(words)
-    assert commands == [["recipe.py", "demo"], [__file__, "other", "--seed", "1"], [__file__]]
-    assert called.command() == ["recipe.py", "demo"]
 
 
 def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
 from accel_train.options.tree import flatten, to_tree
-from accel_train.runtime.called import recipe_file
+from accel_train.runtime.exiting import recipe_file
 from accel_train.runtime.tested_versions import installed_versions
 from accel_train.wording import shortened
 
