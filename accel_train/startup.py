@@ -22,13 +22,9 @@ from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import connect_hosts, failing_together, on_main, place_among_workers
 from accel_train.runtime.strategy import strategy_of
-from accel_train.speed import float8
-from accel_train.speed.apply import set_deterministic, set_up_device
+from accel_train.speed.apply import refuse_strategy_of_speed, set_deterministic, set_up_device
 from accel_train.speed.attention.selection import check_name
-from accel_train.speed.memory import frozen_offload
 from accel_train.train_state import smaller_micro_batch
-from accel_train.training import optimizer_choice
-from accel_train.training.health import options as health
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,14 +48,9 @@ def refuse_strategy(config: ExperimentConfig, strategy: str) -> None:
 
     ``accel-train check`` calls it, because a start gets there only after it has prepared its data.
     """
-    optimizer_choice.refuse_outside_table(config.optimizer.name, strategy, config.precision)
-    if optimizer_choice.is_own(config.optimizer.name):
-        # Imports the class and compares its arguments with the options.
-        config.optimizer.keywords()
-    health.refuse_strategy(config.health, strategy, config.precision, config.distributed.comm_hook)
-    float8.refuse_strategy(config.float8, config.precision, strategy)
-    if config.offload_frozen:
-        frozen_offload.refuse_strategy(strategy, config.compile.mode)
+    config.optimizer.refuse_strategy(strategy, config.precision)
+    config.health.refuse_strategy(strategy, config.precision, config.distributed.comm_hook)
+    refuse_strategy_of_speed(config.float8, config.compile, config.precision, strategy, offloads=config.offload_frozen)
 
 
 def start(config: ExperimentConfig) -> Accelerator:

@@ -19,10 +19,10 @@ from accel_train.hub.options import HubConfig
 from accel_train.options.allowed import is_covered
 from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
+from accel_train.store.exports.pickles import holds_pickle
 from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed, is_safe_name
 from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, OTHER_DATA, REPORT, RUN_FILE
-from accel_train.store.pickles import holds_pickle
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health import rollback
 from accel_train.training.health.rollback import Rollback

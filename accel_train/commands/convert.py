@@ -18,8 +18,8 @@ from accel_train.commands import diff, places
 from accel_train.commands.tensor_files import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, strict_json, weights
+from accel_train.store.exports.pickles import is_pickle
 from accel_train.store.manifest import checkpoint_name
-from accel_train.store.pickles import is_pickle
 from accel_train.store.weights import TensorInfo
 
 # Accelerate's model and model_1, transformers' model, diffusers' diffusion_pytorch_model, variants such as .fp16.

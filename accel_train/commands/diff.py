@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.store import manifest, strict_json, weights
-from accel_train.store.pickles import is_pickle
+from accel_train.store.exports.pickles import is_pickle
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import shortened
 

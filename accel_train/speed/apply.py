@@ -19,9 +19,10 @@ from accel_train.speed.attention.proof import kernels_that_ran
 from accel_train.speed.attention.selection import apply_attention, resolve_attention
 from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
-from accel_train.speed.float8 import apply_float8, refuse_float8
+from accel_train.speed.float8 import apply_float8, refuse_float8, refuse_float8_strategy
 from accel_train.speed.memory.activation_offload import input_offload
 from accel_train.speed.memory.allocator import apply_memory
+from accel_train.speed.memory.frozen_offload import refuse_offload_strategy
 from accel_train.speed.model_habits import settle_habits
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, MemoryConfig
 
@@ -63,6 +64,15 @@ def set_up_device(
     """
     refuse_float8(float8, device, precision, strategy)
     return apply_memory(memory, device)
+
+
+def refuse_strategy_of_speed(
+    float8: Float8, compiled: CompileConfig, precision: Precision, strategy: str, *, offloads: bool
+) -> None:
+    """Raise ``UsageError`` for options of speed and memory that no device obeys under ``strategy``."""
+    refuse_float8_strategy(float8, precision, strategy)
+    if offloads:
+        refuse_offload_strategy(strategy, compiled.mode)
 
 
 def set_deterministic(device: torch.device) -> tuple[str, Callable[[], None]]:

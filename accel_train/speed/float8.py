@@ -42,11 +42,11 @@ def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy
     if recipe == "none":
         return
     _refuse_device(recipe, device)
-    refuse_strategy(recipe, precision, strategy)
+    refuse_float8_strategy(recipe, precision, strategy)
     _refuse_package(recipe)
 
 
-def refuse_strategy(recipe: Float8, precision: str, strategy: str) -> None:
+def refuse_float8_strategy(recipe: Float8, precision: str, strategy: str) -> None:
     """Raise `UsageError` for a strategy or precision without float8, on whatever device."""
     if recipe == "none":
         return

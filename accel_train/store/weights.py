@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.store import manifest, strict_json
-from accel_train.store.pickles import is_pickle
+from accel_train.store.exports.pickles import is_pickle
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
 

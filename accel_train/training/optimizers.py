@@ -20,6 +20,7 @@ from accel_train.training.optimizer_choice import (
     keyword_arguments,
     optimizer_class,
     refuse_combination,
+    refuse_outside_table,
     try_saving,
 )
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
@@ -115,6 +116,12 @@ class OptimizerConfig:
     def decay_of_muon(self) -> float:
         """Weight decay of the matrices that Muon updates."""
         return self.weight_decay if self.muon_weight_decay is None else self.muon_weight_decay
+
+    def refuse_strategy(self, strategy: str, precision: str) -> None:
+        """Raise ``UsageError`` for an optimizer, or arguments of its class, that no machine runs under ``strategy``."""
+        refuse_outside_table(self.name, strategy, precision)
+        if is_own(self.name):
+            self.keywords()
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments for the class of ``name``, without lr. ``arguments`` win over betas, eps and fused.

@@ -45,7 +45,7 @@ def offload_frozen_blocks(
     Raises ``UsageError`` under a strategy that shards or casts the weights, with compiled blocks, with weights of
     bitsandbytes, and if no block has a frozen parameter.
     """
-    refuse_strategy(strategy, compile_mode)
+    refuse_offload_strategy(strategy, compile_mode)
     _refuse_quantised(model)
     blocks = blocks_in_order(model)
     chosen = [block for block in blocks if _frozen(model, block)]
@@ -77,7 +77,7 @@ def offloaded_bytes(model: nn.Module) -> int:
     return max(0, sum(sizes) - BUFFERS * max(sizes, default=0))
 
 
-def refuse_strategy(strategy: str, compile_mode: str) -> None:
+def refuse_offload_strategy(strategy: str, compile_mode: str) -> None:
     """Raise ``UsageError`` for a strategy or a compile mode under which no frozen weights can be offloaded."""
     if strategy not in ("single", "ddp"):
         raise UsageError(

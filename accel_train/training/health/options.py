@@ -123,6 +123,28 @@ class HealthConfig:
             because = f"with health.non_finite: {self.non_finite}, which never goes back"
             refuse_without_effect(self, "health", ["max_rollbacks"], because, "give --health.non_finite rollback")
 
+    def refuse_strategy(self, strategy: str, precision: str, comm_hook: str) -> None:
+        """Raise ``UsageError`` where ``refuse_inexact`` does so for every model."""
+        zero = strategy.startswith("zero")
+        if zero and (self.clips_spikes or self.skips_spikes):
+            raise UsageError(
+                f"health.spike: {self.spike}: under {strategy} DeepSpeed steps before the norm of the gradient is "
+                "known; use --health.spike warn, or a launch file for DDP or FSDP2"
+            )
+        # What a bad step leaves behind differs by part: each has its own refusal and remedy.
+        if zero and precision == "fp16" and self.non_finite in ("skip", "rollback"):
+            raise UsageError(
+                f"health.non_finite: {self.non_finite} under {strategy} with precision: fp16: DeepSpeed lowers its "
+                "loss scale for a gradient that is not finite at any scale, until it stops; use --precision bf16, or "
+                "--health.non_finite stop"
+            )
+        if self.skips and comm_hook == "powersgd":
+            raise UsageError(
+                f"{_skipping(self)} with distributed.comm_hook: powersgd: the hook carries the error of one gradient "
+                "over to the next, and one that is not finite would stay in it for good; use --distributed.comm_hook "
+                "none or bf16, or --health.non_finite stop"
+            )
+
     def describe(self) -> list[str]:
         """Return notices about the treatment of bad steps. Empty for the defaults."""
         notices: list[str] = []
@@ -173,7 +195,7 @@ def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:
     """Raise ``UsageError`` where a spike cannot be held back, or a skipped step would still leave traces."""
-    refuse_strategy(config, strategy, precision, comm_hook)
+    config.refuse_strategy(strategy, precision, comm_hook)
     if not config.skips:
         return
     moving = [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]
@@ -182,29 +204,6 @@ def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precis
             f"{_skipping(config)}: the model has running statistics ({shortened(moving, 3)}), which a forward changes "
             "before the step is known to be bad; use a norm without them (GroupNorm, LayerNorm), or "
             "--health.non_finite stop"
-        )
-
-
-def refuse_strategy(config: HealthConfig, strategy: str, precision: str, comm_hook: str) -> None:
-    """Raise ``UsageError`` where ``refuse_inexact`` does so for every model."""
-    zero = strategy.startswith("zero")
-    if zero and (config.clips_spikes or config.skips_spikes):
-        raise UsageError(
-            f"health.spike: {config.spike}: under {strategy} DeepSpeed steps before the norm of the gradient is known; "
-            "use --health.spike warn, or a launch file for DDP or FSDP2"
-        )
-    # What a bad step leaves behind differs by part: each has its own refusal and remedy.
-    if zero and precision == "fp16" and config.non_finite in ("skip", "rollback"):
-        raise UsageError(
-            f"health.non_finite: {config.non_finite} under {strategy} with precision: fp16: DeepSpeed lowers its loss "
-            "scale for a gradient that is not finite at any scale, until it stops; use --precision bf16, or "
-            "--health.non_finite stop"
-        )
-    if config.skips and comm_hook == "powersgd":
-        raise UsageError(
-            f"{_skipping(config)} with distributed.comm_hook: powersgd: the hook carries the error of one gradient "
-            "over to the next, and one that is not finite would stay in it for good; use --distributed.comm_hook none "
-            "or bf16, or --health.non_finite stop"
         )
 
 

@@ -31,10 +31,12 @@ def holds_pickle(path: Path) -> bool:
     if head.startswith(b"PK"):
         return _is_archive_of_torch(path)
     # Imported here, because most files begin otherwise.
-    from pickletools import code2op
+    from pickletools import opcodes
 
     # The third byte is an operation. In a safetensors file with a header of 640 bytes it is 0, which is none.
-    return len(head) == 3 and head[0] == 0x80 and head[1] in PROTOCOLS and chr(head[2]) in code2op
+    return (
+        len(head) == 3 and head[0] == 0x80 and head[1] in PROTOCOLS and chr(head[2]) in {each.code for each in opcodes}
+    )
 
 
 def _is_archive_of_torch(path: Path) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from accel_train.store.pickles import PROTOCOLS, holds_pickle, is_pickle
+from accel_train.store.exports.pickles import PROTOCOLS, holds_pickle, is_pickle
 
 TENSORS = {"mean": torch.zeros(2)}
 
