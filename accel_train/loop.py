@@ -93,6 +93,7 @@ def training(
     alone = prepared.calls.alone(prepared.model)
     with step_overhead.garbage_frozen(), alone, reports.log, closing(steps), saver, observation, _recorded(current):
         yield current
+        current.close()
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping
 
@@ -165,6 +166,8 @@ class Training:
     measure: Callable[[StepResult], None] | None = None
     """If set, takes the result of each step, which then changes nothing: no update, record, save or evaluation."""
     _ended: bool = False
+    _in_step: bool = False
+    """The loop has not asked for the step after the current one."""
     part: Part = "step"
     """Current part of the loop. After an error, the part that failed."""
     rerun_hint: str | None = None
@@ -197,16 +200,34 @@ class Training:
             # What is measured is not part of the run, and counts nowhere.
             if self.measure is None and has_no_weight:
                 guard.history.leave_out()
+            self._in_step = True
             yield batches
             # Checked when the loop asks for the next step, after everything that it does with this one.
-            updates = self.measure is None and not guard.skips_this_step
-            self.prepared.calls.require(batches.done, updates=updates)
-            if self._ended and not self.stopped:
-                self._save()
+            self._end_step()
             if self.stopped or self._ended:
                 return
             if self._saved == self.done:
                 train_state.double_micro_batch(self.opened, self.done, self.saver.committed)
+
+    def _end_step(self) -> None:
+        """Check that no call is missing in the step, and save it if the loop has made it the last."""
+        self._in_step = False
+        updates = self.measure is None and not self.prepared.guard.skips_this_step
+        self.prepared.calls.require(self.done, updates=updates)
+        if self._ended and not self.stopped:
+            self._save()
+
+    def close(self) -> None:
+        """End the step after which a ``break`` left the loop. Raises ``RuntimeError`` unless it is the last one."""
+        if not self._in_step or self.stopped:
+            return
+        if self.done < self.opened.max_steps and not self._ended:
+            raise RuntimeError(
+                f"step {self.done}: the loop over training was left before its last step, {self.opened.max_steps}, so "
+                "nothing saves this one; call training.end() in place of the break or return, on every process at the "
+                "same step: it saves the step and ends the loop"
+            )
+        self._end_step()
 
     def report(
         self,
@@ -358,5 +379,5 @@ def finish(training: Training) -> int:
         remedy = "start the same command again to resume (exit code 75)"
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; {remedy}")
         return EXIT_PREEMPTED
-    info(logger, f"finished: {opened.run.directory} holds {', '.join(opened.run.results(step))}")
+    info(logger, f"finished: {opened.run.directory} holds {', '.join(opened.run.results(step)) or 'nothing'}")
     return 0

@@ -161,6 +161,7 @@ SAMPLER = "sampler.StepSampler(len(data), config.global_batch_size, config.seed)
 SECOND = "second = torch.optim.SGD(prepared.model.parameters(), lr=0.1)"
 LOOP = "    with loop.training("
 STEP = "            optimizer.step()\n"
+SAVE = "            training.save_if_due(result)\n"
 
 
 @pytest.mark.distributed
@@ -171,6 +172,7 @@ STEP = "            optimizer.step()\n"
         ("dataset_size=len(data)", "dataset_size=1000", 2, "dataset_size: 1000: the dataset given to loop.training"),
         ("training.evaluate(evaluate)", "training.evaluate(evaluate())", 2, "it was given a dict: pass the function"),
         ("training.evaluate(evaluate)", "training.evaluate(lambda: None)", 2, "it returned None: return one"),
+        (SAVE, f"{SAVE}            break\n", 1, "step 1: the loop over training was left before its last step, 2"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],
 )
@@ -189,6 +191,16 @@ def test_mistakes_of_a_loop_are_refused(begun: Path, right: str, wrong: str, cod
     assert ("Traceback" in printed) == (code == 1)
     if "evaluate" in right:
         assert (begun / "runs" / "mistaken" / "checkpoints" / checkpoint_name(2)).is_dir()
+
+
+def test_a_break_after_an_early_end_has_saved_its_step(begun: Path) -> None:
+    text = (begun / "recipe.py").read_text()
+    assert text.count(SAVE) == 1
+    (begun / "ending.py").write_text(text.replace(SAVE, f"{SAVE}            training.end()\n            break\n"))
+    printed = run(begun, "ending.py", *SHORT, "--max_steps", "6", "--output_dir", "runs/ending")
+    assert f"holds checkpoints/{checkpoint_name(1)}" in printed
+    assert (begun / "runs" / "ending" / "checkpoints" / checkpoint_name(1)).is_dir()
+    assert read_metrics(begun / "runs" / "ending" / "metrics.jsonl")[-1]["reason"] == "finished"
 
 
 def test_a_mistyped_best_metric_is_refused_at_the_start(begun: Path) -> None:

@@ -177,10 +177,12 @@ class Run:
         return self.directory / "checkpoints"
 
     def results(self, step: int) -> list[str]:
-        """List the checkpoint of ``step`` and the files of the report, relative to the directory."""
+        """List the checkpoint of ``step`` and the files of the report that exist, relative to the directory."""
         # Hidden files are the temporary ones of a killed writer.
         reports = sorted((self.directory / REPORT).glob("[!.]*"))
-        return [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
+        checkpoint = self.checkpoints / checkpoint_name(step)
+        found = [*([checkpoint] if checkpoint.exists() else []), *reports]
+        return [path.relative_to(self.directory).as_posix() for path in found]
 
     def finished_notices(self, max_steps: int, option: str, remedy: str = "") -> list[str]:
         """Return lines for the log of a start that has no step left.

@@ -82,6 +82,15 @@ def test_a_finished_run_names_the_option_with_its_length(accelerator: Accelerato
     )
 
 
+def test_results_are_those_that_exist(accelerator: Accelerator, tmp_path: Path) -> None:
+    run = start(accelerator, Config(str(tmp_path)))
+    assert run.results(5) == []
+    make_with_assets(run.directory, 5)
+    run.report_directory().mkdir()
+    (run.report_directory() / "evaluation.json").touch()
+    assert run.results(5) == ["checkpoints/checkpoint_00000005", "report/evaluation.json"]
+
+
 def test_changed_data_and_a_checkpoint_of_the_hub_are_refused(tmp_path: Path) -> None:
     options = options_of(Config(str(tmp_path), resume="hub:me/it@5"))
     assert earlier_assets(options) is None
