@@ -22,7 +22,7 @@ from accel_train.config import UsageError
 from accel_train.rng import preserve_random_states
 from accel_train.training.feedback.factors import quotient_of_step, term_factor
 from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
-from accel_train.training.gradients.step_metrics import StepMetrics
+from accel_train.training.gradients.step_metrics import StepMetrics, global_weights
 from accel_train.training.gradients.sync import (
     SyncPolicy,
     no_sync,
@@ -41,7 +41,7 @@ from accel_train.training.parameters import (
     widest,
     without_gradients,
 )
-from accel_train.training.step_calls import leftovers_of
+from accel_train.training.step_calls import leftovers_of, note_gradient
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -105,7 +105,7 @@ class GradientWindow:
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
         weights = [by_term(weight, "weights", self.coefficients, step) for _, weight in micro_batches]
         self._local_weights = weights
-        self.weights = _global_weights(accelerator, weights)
+        self.weights = global_weights(accelerator, weights)
         first = next(iter(self.coefficients))
         self._metrics = StepMetrics(accelerator, self.weights[first], [weight[first] for weight in weights])
         self._balance: dict[str, Tensor] = {}
@@ -289,6 +289,7 @@ class GradientWindow:
         elif value is not None and 0 < self.guard.max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.guard.max_grad_norm, norm)
+        note_gradient(self._optimizers)
         if self._zero_stage == 0:  # ZeRO's engine owns the gradients
             self._leftovers.choose(self._parameters, self._optimizers)
         if self.guard.balance is not None and not self.guard.skips_this_step:
@@ -380,20 +381,6 @@ class GradientWindow:
         if hasattr(norm, "full_tensor"):  # FSDP2: each rank has the norm of its shards
             norm = norm.full_tensor()
         return norm.to(device)
-
-
-def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
-    local = {name: summed(weight) for name, weight in micro_batches[0].items()}
-    if len(micro_batches) > 1:
-        for name in local:
-            wide = [widest(summed(weights[name])) for weights in micro_batches]
-            local[name] = torch.stack(wide).sum()
-    if accelerator.num_processes == 1:
-        return local
-    stacked = torch.stack([widest(weight) for weight in local.values()])
-    reduced: Any = accelerator.reduce(stacked, "sum")
-    return dict(zip(local, reduced.unbind(), strict=True))
 
 
 _OVERFLOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,9 +23,19 @@ _FACTOR = "_accel_train_learning_rate_factor"
 """Attribute of an optimizer: the factor of its learning rates in the present step, None until it is set."""
 
 
+_AWAITS_GRADIENT = "_accel_train_awaits_gradient"
+"""Attribute of an optimizer: True from the begin of a step until ``window.finish`` has clipped its gradient."""
+
+
 def note_learning_rates(optimizer: Any, factor: float) -> None:
     """Note that ``set_learning_rate`` was called for the coming step of ``optimizer``."""
     setattr(unwrapped(optimizer), _FACTOR, factor)
+
+
+def note_gradient(optimizers: Iterable[Any]) -> None:
+    """Note that the gradient of the coming step of ``optimizers`` is checked and clipped."""
+    for optimizer in optimizers:
+        setattr(unwrapped(optimizer), _AWAITS_GRADIENT, False)
 
 
 class StepCalls:
@@ -52,6 +62,13 @@ class StepCalls:
     # The hooks run nested for a step that calls the step of its base class.
     def _enter(self, *_: object) -> None:
         self._depth += 1
+        # The guard's flag and factor would still be those of the step before.
+        if getattr(self._optimizer, _AWAITS_GRADIENT, False):
+            raise RuntimeError(
+                "optimizer.step was called before window.finish, so the gradient is neither checked nor clipped; call "
+                "result = window.finish(config.optimizer.max_grad_norm) after the loop over the window, and "
+                "optimizer.step after it"
+            )
         # Compared before the step, because an optimizer may change its own rates in it.
         if self._compares_rates and self._depth == 1:
             self._refuse_replaced_rates()
@@ -90,6 +107,7 @@ class StepCalls:
         self._rates = None
         self._compares_rates = not self._has_begun
         setattr(self._optimizer, _FACTOR, None)
+        setattr(self._optimizer, _AWAITS_GRADIENT, True)
 
     def compare_rates(self) -> None:
         """Have the learning rates of the current step compared, as in the first step. For steps that are logged."""

@@ -213,8 +213,8 @@ CALLS = ("set_learning_rate", "training.report", "training.save_if_due", "prepar
         *((call, f"step 1: the loop did not call {call}") for call in CALLS),
         ("optimizer.step", "step 1: optimizer.step was called 0 times"),
         ("second optimizer.step", "step 1: optimizer.step was called 2 times"),
-        ("window.finish", "step 1: training.report was given no result"),
-        ("second window.finish", "step 2: training.report was given the result of step 1"),
+        ("window.finish", "optimizer.step was called before window.finish"),
+        ("second window.finish", "optimizer.step was called before window.finish"),
     ],
 )
 def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str, says: str) -> None:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
-from accel_train.training.step_calls import StepCalls
+from accel_train.training.step_calls import StepCalls, note_gradient
 
 CPU = torch.device("cpu")
 PARTS = {"first": ["0"]}
@@ -33,6 +33,7 @@ def step(
     calls.begin()
     set_learning_rate(optimizer, 0.5)
     model(torch.ones(1, 2)).sum().backward()
+    note_gradient([optimizer])
     before()
     optimizer.step()
     optimizer.zero_grad()
@@ -97,6 +98,22 @@ def test_a_rate_that_changes_before_the_step_is_refused_in_the_first_step_and_in
     step(calls, optimizer, model, lambda: None, before=change)
     with refused:
         step(calls, optimizer, model, lambda: None, before=lambda: (calls.compare_rates(), change()))
+
+
+def test_a_step_before_the_gradient_is_clipped_is_refused(model: nn.Module) -> None:
+    """Also where the optimizer is wrapped, has hooks of its own, and was in order in the step before."""
+    prepared = Accelerator(cpu=True).prepare(optimizer_over(model))
+    prepared.optimizer.register_step_pre_hook(lambda *_: None)
+    calls = StepCalls(prepared)
+    prepared.step()  # outside of a loop, as when a state is restored
+    step(calls, prepared, model, lambda: None)
+    before = next(model.parameters()).clone()
+    calls.begin()
+    set_learning_rate(prepared, 0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.step was called before window\.finish"):
+        prepared.step()
+    assert torch.equal(next(model.parameters()), before)
 
 
 def test_frozen_parts_and_rates_set_before_the_step_pass(model: nn.Module) -> None:

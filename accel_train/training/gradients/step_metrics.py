@@ -1,9 +1,9 @@
-"""Metrics of a training step beside its loss, such as the accuracy, as means over the global batch."""
+"""Weights of the global batch, and means over it of a step's metrics beside its loss, such as the accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
 from accel_train.training.gradients.loss_checks import refuse_further_dimensions
-from accel_train.training.parameters import widest
+from accel_train.training.parameters import summed, widest
 
 PREFIX = "train_"
 """Prefix of their names in a training line. Names of evaluation metrics begin with ``heldout_``."""
@@ -63,3 +63,17 @@ class StepMetrics:
             sums = cast(Tensor, self._accelerator.reduce(sums, "sum"))
         means: list[float] = (sums.float() * term_factor(1.0, self._weight)).tolist()
         return {PREFIX + name: mean for name, mean in zip(self._sums[0], means, strict=True)}
+
+
+def global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
+    local = {name: summed(weight) for name, weight in micro_batches[0].items()}
+    if len(micro_batches) > 1:
+        for name in local:
+            wide = [widest(summed(weights[name])) for weights in micro_batches]
+            local[name] = torch.stack(wide).sum()
+    if accelerator.num_processes == 1:
+        return local
+    stacked = torch.stack([widest(weight) for weight in local.values()])
+    reduced: Any = accelerator.reduce(stacked, "sum")
+    return dict(zip(local, reduced.unbind(), strict=True))
