@@ -134,9 +134,11 @@ class GradientWindow:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the inputs of each micro-batch. Unless the policy is ``every``, only the last one reduces gradients.
 
-        Raises ``RuntimeError`` if the gradient of the previous step was not cleared.
+        Raises ``RuntimeError`` for a gradient from before the window, such as that of the previous step.
         """
         self._leftovers.refuse(self.step)
+        if self._leftovers.is_first and self._zero_stage == 0:
+            self._leftovers.watch(self._parameters, self.step)
         if will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rebuild_buckets()
         yield from self._attempt()
@@ -245,12 +247,14 @@ class GradientWindow:
         self._sums.append([term.detach() for term in terms])
         if self._times is not None:
             self._times.end("forward")
+        self._leftovers.in_backward = True
         if len(terms) == 1 and self._zero_stage == 0 and self.accelerator.scaler is None:
             # The same gradient as `_backward_of_sum`, without forming the product. Accelerate's backward would only
             # divide by its own accumulation steps, which are 1.
             terms[0].backward(self._factors[0].to(terms[0].device))
         else:
             self._backward_of_sum(terms)
+        self._leftovers.in_backward = False
         if self._times is not None:
             self._times.end("backward")
 

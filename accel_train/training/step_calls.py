@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from accel_train.training.parameters import local_of, unwrapped
 from accel_train.wording import shortened
@@ -211,20 +212,44 @@ def _refuse_scheduler(step: int, finding: str) -> NoReturn:
 
 
 class Leftovers:
-    """Finds gradients that a loop has not cleared after a step. The next step's would be added to them."""
+    """Finds gradients that are not of a model's window: of a step before, or of a backward beside the window."""
 
     def __init__(self) -> None:
+        self.is_first = True
+        """No window of the model has finished yet. Some checks cost too much for every step."""
+        self.in_backward = False
+        """Within the window's own backward."""
         self._witness: nn.Parameter | None = None
         self._optimizers: list[Any] = []
         self._sees_zeros = False
+        self._hooks: list[RemovableHandle] = []
 
     def choose(self, parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
         """Choose a stepped parameter with a gradient as a witness for all of them, unless there is one already."""
+        self.is_first = False
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._witness is not None:
             return
         self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         self._witness = next((p for p in parameters if p.grad is not None and id(p) in stepped), None)
+
+    def watch(self, parameters: list[nn.Parameter], step: int) -> None:
+        """Raise ``RuntimeError`` for a gradient from before the first window, and in a backward beside it.
+
+        A backward within ``in_backward`` passes.
+        """
+        # Gradients of 0 add nothing.
+        if any(p.grad is not None and bool(local_of(p.grad).any()) for p in parameters):
+            _refuse_backward(step)
+
+        def refuse(_: Tensor) -> None:
+            if not self.in_backward:
+                _refuse_backward(step)
+
+        trained = [p for p in parameters if p.requires_grad]
+        self._hooks += [p.register_post_accumulate_grad_hook(refuse) for p in trained]
 
     def refuse(self, step: int) -> None:
         """Raise ``RuntimeError`` if the gradients of the step before ``step`` are not cleared.
@@ -241,8 +266,9 @@ class Leftovers:
         # Operators on lists of sharded tensors, and those on `.data`, change values without a new version.
         if bool(local_of(gradient).any()):
             raise RuntimeError(
-                f"step {step + 1}: the gradient of the step before is still there, and this one would be added to it; "
-                "call optimizer.zero_grad() after every optimizer.step()"
+                f"step {step + 1}: the gradient of the step before is still there, or of a backward of your own before "
+                "the window, and this one would be added to it; call optimizer.zero_grad() after every "
+                f"optimizer.step(), and {_ADD_LOSS}"
             )
         if not self._sees_zeros:
             self._sees_zeros = True
@@ -255,6 +281,16 @@ class Leftovers:
         assert self._witness is not None
         if self._witness.grad is not None:
             setattr(self._witness.grad, _STEPPED, self._witness.grad._version)
+
+
+_ADD_LOSS = "add a loss of your own to the sums given to window.backward, as a further term"
+
+
+def _refuse_backward(step: int) -> NoReturn:
+    raise RuntimeError(
+        f"step {step + 1}: a backward outside of window.backward has added to the gradients of the model, and its part "
+        f"is divided by no weight; {_ADD_LOSS}, or use torch.autograd.grad, which adds to no gradient"
+    )
 
 
 _STEPPED = "_accel_train_version_when_stepped"

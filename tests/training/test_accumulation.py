@@ -348,6 +348,40 @@ def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accel
         train()
 
 
+@pytest.mark.parametrize("place", ["before the window", "in the loop", "before finish", "none"])
+def test_a_backward_beside_the_window_is_refused_in_the_first_step(accelerator: Accelerator, place: str) -> None:
+    model = nn.Linear(6, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def regularise(here: str) -> None:
+        if here == place:
+            (model.weight.square().sum() + model.bias.square().sum()).backward()
+
+    def train() -> None:
+        regularise("before the window")
+        window = window_over(accelerator, model, 4)
+        for inputs in window:
+            regularise("in the loop")
+            window.backward(sums(model, inputs))
+        regularise("before finish")
+        # It adds to no gradient.
+        torch.autograd.grad(model.bias.square().sum(), model.bias)
+        window.finish(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if place == "none":
+        train()
+        # No later step pays for the hooks.
+        assert not model.bias._post_accumulate_grad_hooks
+        place = "before the window"
+        with pytest.raises(RuntimeError, match=r"step before is still there, or of a backward of your own before"):
+            train()
+    else:
+        with pytest.raises(RuntimeError, match=r"step 8: a backward outside of window\.backward .* a further term"):
+            train()
+
+
 SHARDED = """
 import torch
 import torch.distributed as dist
