@@ -41,7 +41,7 @@ from accel_train.training.parameters import (
     widest,
     without_gradients,
 )
-from accel_train.training.step_calls import leftovers_of, note_gradient
+from accel_train.training.step_calls import find_unused, leftovers_of, note_gradient
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -255,6 +255,9 @@ class GradientWindow:
         else:
             self._backward_of_sum(terms)
         self._leftovers.in_backward = False
+        # After a backward that has reduced the gradients. ZeRO's engine keeps them to itself.
+        if self._leftovers.is_first and self._is_last and self._zero_stage == 0:
+            find_unused(self.model, self._optimizers, self.step)
         if self._times is not None:
             self._times.end("backward")
 

@@ -115,7 +115,7 @@ def mark_part(parameters: Iterable[nn.Parameter], part: str) -> None:
 
 def clear_gradients(optimizers: Iterable[Any]) -> None:
     """Set the gradients of frozen groups to zero, whole ones and shards. Under ZeRO use ``without_gradients``."""
-    for group in _frozen_groups(optimizers):
+    for group in frozen_groups(optimizers):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -127,7 +127,7 @@ def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[
 
     The engine reduces, measures and clips within the backward, so zeroing the gradients afterwards would be too late.
     """
-    frozen = {group["part"] for group in _frozen_groups(optimizers)}
+    frozen = {group["part"] for group in frozen_groups(optimizers)}
     parameters: list[nn.Parameter] = []
     if frozen:  # walking a large model takes a millisecond
         parameters = [p for p in model.parameters() if getattr(p, _PART, None) in frozen]
@@ -139,7 +139,8 @@ def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[
             handle.remove()
 
 
-def _frozen_groups(optimizers: Iterable[Any]) -> list[ParamGroup]:
+def frozen_groups(optimizers: Iterable[Any]) -> list[ParamGroup]:
+    """Return the groups of parts that the coming step leaves as they are."""
     return [group for optimizer in optimizers for group in optimizer.param_groups if group.get("frozen")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from accel_train.training.parameters import local_of, unwrapped
+from accel_train.training.parameters import frozen_groups, local_of, unwrapped
+from accel_train.training.shards import plain_module
 from accel_train.wording import shortened
 
 if TYPE_CHECKING:
     from accel_train.training.step_guard import StepResult
+
+logger = logging.getLogger(__name__)
 
 REQUIRED = ("training.report", "training.save_if_due")
 
@@ -291,6 +295,30 @@ def _refuse_backward(step: int) -> NoReturn:
         f"step {step + 1}: a backward outside of window.backward has added to the gradients of the model, and its part "
         f"is divided by no weight; {_ADD_LOSS}, or use torch.autograd.grad, which adds to no gradient"
     )
+
+
+def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
+    """Warn of trained parameters without a gradient, other than frozen parts. Under DDP raise ``RuntimeError`` instead.
+
+    DDP has then reduced a part of the gradients only, and torch refuses the next forward without their names.
+    """
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    frozen: set[int] = set()
+    # DDP waits for those of frozen parts as well.
+    if not is_ddp:
+        frozen = {id(p) for group in frozen_groups(optimizers) for p in group["params"]}
+    parameters = plain_module(model).named_parameters()
+    names = [name for name, p in parameters if p.requires_grad and p.grad is None and id(p) not in frozen]
+    if not names:
+        return
+    finding = f"step {step + 1}: no gradient for {len(names)} trained parameter(s) ({shortened(names, 3)})"
+    remedy = (
+        "let the loss depend on each in every step, if only through a term with coefficient 0, or call "
+        "requires_grad_(False) on them before preparation.prepare"
+    )
+    if is_ddp:
+        raise RuntimeError(f"{finding}, and DDP requires one for each in every step; {remedy}")
+    logger.warning("%s: they do not train, and DDP would refuse them; %s", finding, remedy)
 
 
 _STEPPED = "_accel_train_version_when_stepped"

@@ -382,6 +382,60 @@ def test_a_backward_beside_the_window_is_refused_in_the_first_step(accelerator: 
             train()
 
 
+class Spare(nn.Module):
+    """Uses neither its table nor its frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.table, self.frozen, self.base = (nn.Linear(6, 2) for _ in range(4))
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_parameters_that_the_loss_does_not_use_are_named_in_the_first_step(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Spare()
+    groups = [{"params": module.frozen.parameters(), "frozen": True}, {"params": module.used.parameters()}]
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(groups, lr=1e-3))
+    for _ in range(2):
+        window = window_over(accelerator, model, 4)
+        for inputs in window:
+            window.backward(sums(model, inputs))
+        window.finish(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    (said,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
+    assert "step 8: no gradient for 2 trained parameter(s) (table.weight, table.bias): they do not train" in said
+
+
+UNUSED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from accel_train.training.step_calls import find_unused
+from tests.training.test_accumulation import Spare
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.parallel.DistributedDataParallel(Spare())
+model(torch.ones(2, 6)).sum().backward()
+try:
+    find_unused(model, [], 0)
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_refuses_unused_parameters_by_name() -> None:
+    done = zygote.run([sys.executable, "-c", UNUSED])
+    assert done.returncode == 0, done.stdout
+    assert "4 trained parameter(s) (table.weight, table.bias, frozen.weight and 1 more)" in done.stdout
+    assert "DDP requires one for each in every step" in done.stdout
+
+
 SHARDED = """
 import torch
 import torch.distributed as dist
