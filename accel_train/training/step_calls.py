@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from accel_train.config import UsageError
 from accel_train.training.parameters import frozen_groups, local_of, unwrapped
 from accel_train.training.shards import plain_module
+from accel_train.training.step_guard import StepResult
 from accel_train.wording import shortened
-
-if TYPE_CHECKING:
-    from accel_train.training.step_guard import StepResult
 
 logger = logging.getLogger(__name__)
 
+FINISHED = "result = window.finish(config.optimizer.max_grad_norm)"
 REQUIRED = ("training.report", "training.save_if_due")
 
 _FACTOR = "_accel_train_learning_rate_factor"
@@ -71,8 +71,7 @@ class StepCalls:
         if getattr(self._optimizer, _AWAITS_GRADIENT, False):
             raise RuntimeError(
                 "optimizer.step was called before window.finish, so the gradient is neither checked nor clipped; call "
-                "result = window.finish(config.optimizer.max_grad_norm) after the loop over the window, and "
-                "optimizer.step after it"
+                f"{FINISHED} after the loop over the window, and optimizer.step after it"
             )
         # Compared before the step, because an optimizer may change its own rates in it.
         if self._compares_rates and self._depth == 1:
@@ -141,13 +140,15 @@ class StepCalls:
     def report(self, result: StepResult, step: int) -> None:
         """Note ``training.report``. Raises ``RuntimeError`` unless ``result`` is that of ``step``, from 0."""
         self.note("training.report")
+        if result is not None:
+            refuse_other_type("training.report(batches, result)", result, StepResult, FINISHED)
         # A loop without `window.finish` may give None, or still hold the result of the step before.
         evidence = getattr(result, "evidence", None)
         if evidence is None or evidence.step != step:
             given = "no result" if evidence is None else f"the result of step {evidence.step + 1}"
             raise RuntimeError(
                 f"step {step + 1}: training.report was given {given}, so the gradient was neither checked nor clipped; "
-                "call result = window.finish(config.optimizer.max_grad_norm) after the loop over the window, before "
+                f"call {FINISHED} after the loop over the window, before "
                 "optimizer.step, and pass its result to training.report and training.save_if_due"
             )
 
@@ -191,6 +192,14 @@ class StepCalls:
         if not self._has_begun and groups and "initial_lr" in groups[0]:
             _refuse_scheduler(step, "a scheduler of torch was built for the optimizer")
         self._has_begun = True
+
+
+def refuse_other_type(call: str, given: object, required: type, where_from: str) -> None:
+    """Raise ``UsageError`` unless ``given`` is of the type. ``call`` shows the right arguments of the loop's call."""
+    if not isinstance(given, required):
+        raise UsageError(
+            f"{call}: {type(given).__name__}: a {required.__name__} is required in its place; pass that of {where_from}"
+        )
 
 
 def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

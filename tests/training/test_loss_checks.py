@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -133,3 +135,16 @@ def test_the_messages_say_what_to_multiply() -> None:
         refuse_unweighted({"lost_weights": 3.0, "weighted_padding": 0.0})
     with pytest.raises(UsageError, match=r'2 sample\(s\) .*"NAME": tokens \* batch\["weight"\]'):
         refuse_unweighted({"lost_weights": 0.0, "weighted_padding": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"), [(4, "they are of the type int"), ({"main": 1}, "that of 'main' is of the type int")]
+)
+def test_a_number_in_place_of_a_tensor_is_refused(accelerator: Accelerator, weight: Any, found: str) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    micro_batches: list[Any] = [({}, weight)]
+    with pytest.raises(UsageError, match=rf"given to prepared\.window \(step 1\): {found}, and a tensor is required"):
+        GradientWindow(accelerator, model, micro_batches, {"main": 1.0}, 0)
+    window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, 0)
+    with pytest.raises(UsageError, match=rf"given to window\.backward \(step 1\): {found}"):
+        window.backward(weight)

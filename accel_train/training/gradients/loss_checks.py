@@ -40,10 +40,16 @@ def by_term(
 ) -> Mapping[str, Tensor]:
     """Return ``values`` as a mapping from loss term to tensor. A single tensor stands for every term.
 
-    Raises ``UsageError`` for a term in only one of ``values`` and ``coefficients``. ``kind`` is a key of ``PLACES``.
+    Raises ``UsageError`` for a term in only one of ``values`` and ``coefficients``, and for a value that is no tensor.
+    ``kind`` is a key of ``PLACES``.
     """
     if isinstance(values, Tensor):
         return dict.fromkeys(coefficients, values)
+    if not isinstance(values, Mapping):
+        raise _no_tensor(kind, step, "they are", values)
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise _no_tensor(kind, step, f"that of {name!r} is", value)
     for name in sorted(values.keys() ^ coefficients.keys()):
         present, absent = (kind, "coefficients") if name in values else ("coefficients", kind)
         raise UsageError(
@@ -51,6 +57,14 @@ def by_term(
             "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
         )
     return values
+
+
+def _no_tensor(kind: str, step: int, found: str, value: object) -> UsageError:
+    return UsageError(
+        f"{PLACES[kind]} (step {step + 1}): {found} of the type {type(value).__name__}, and a tensor is required, or a "
+        "dict with one for each loss term; give a number as torch.tensor(1.0), and a count of samples as "
+        'batch["weight"].sum()'
+    )
 
 
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
