@@ -49,7 +49,6 @@ TRAIN_FIELDS = (
     "grad_norm",
     "global_batch_size",
     "samples_per_second",
-    "tokens_per_second",
     "step_seconds",
     "data_wait_fraction",
 )

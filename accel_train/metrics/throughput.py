@@ -197,7 +197,7 @@ class Throughput:
         """Close the interval and return its metrics. Call it right after the host has waited for the loss.
 
         Metrics without suffix are global. Memory is of this process. Before the first step it returns memory only.
-        ``model_tflops_per_second`` needs counted FLOPs, and ``mfu`` a known peak.
+        Rates of tokens need counted tokens, ``model_tflops_per_second`` counted FLOPs, and ``mfu`` a known peak.
         """
         self._close_interval()
         if not self._intervals:
@@ -212,6 +212,9 @@ class Throughput:
             metrics["profiled_steps"] = self._intervals[-1].profiled_steps
         for name in ("samples", "tokens", "padded_tokens"):
             per_second = sum(float(getattr(i, name)) for i in counted) / seconds
+            # A recipe that counts no tokens has no rate, instead of one of 0.
+            if name != "samples" and per_second == 0:
+                continue
             metrics[f"{name}_per_second"] = per_second
             metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
         metrics["step_seconds"] = seconds / steps

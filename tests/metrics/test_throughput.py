@@ -246,3 +246,11 @@ def test_counts_of_this_process_are_taken_once(accelerator: Accelerator) -> None
         counts.add(tokens=torch.tensor(2.0**24 + step, dtype=torch.float64), flops=10**15)
     assert counts.take(accelerator) == {"tokens": 3 * 2.0**24 + 3, "flops": 3e15}
     assert counts.take(accelerator) == {}
+
+
+def test_a_recipe_that_counts_no_tokens_has_no_rate_of_them() -> None:
+    meter = Throughput(torch.device("cpu"))
+    meter.update(samples=4)
+    assert not any("tokens" in name for name in meter.read())
+    meter.update(samples=4, tokens=8.0)
+    assert meter.read().keys() >= {"tokens_per_second", "tokens_per_second_per_device"}
