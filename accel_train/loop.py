@@ -29,7 +29,6 @@ from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
 from accel_train.train_state import Experiment, TrainState
-from accel_train.training.step_calls import FINISHED, refuse_other_type
 from accel_train.training.step_guard import NonFiniteError, StepResult
 
 if TYPE_CHECKING:
@@ -246,8 +245,7 @@ class Training:
         They are summed over the processes at the log point. ``Throughput.update`` defines each. ``fields`` are added to
         the line unchanged.
         """
-        refuse_other_type("training.report(batches, result)", batches, StepBatches, "`for batches in training`")
-        self.prepared.calls.report(result, batches.step)
+        self.prepared.calls.report(batches, result)
         if self.measure is not None:
             self.measure(result)
             return
@@ -257,8 +255,7 @@ class Training:
 
     def save_if_due(self, result: StepResult) -> None:
         """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
-        refuse_other_type("training.save_if_due(result)", result, StepResult, FINISHED)
-        self.prepared.calls.note("training.save_if_due")
+        self.prepared.calls.save(result)
         self._result = result
         if self.measure is not None:
             return

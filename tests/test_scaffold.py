@@ -173,8 +173,8 @@ SAVE = "            training.save_if_due(result)\n"
         ("training.evaluate(evaluate)", "training.evaluate(evaluate())", 2, "it was given a dict: pass the function"),
         ("training.evaluate(evaluate)", "training.evaluate(lambda: None)", 2, "it returned None: return one"),
         (SAVE, f"{SAVE}            break\n", 1, "step 1: the loop over training was left before its last step, 2"),
-        (SAVE, SAVE.replace("result", "batches.done"), 2, "save_if_due(result): int: a StepResult is required"),
-        ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: a StepBatches is required"),
+        (SAVE, SAVE.replace("result", "batches.done"), 2, "save_if_due(result): int: another type is required"),
+        ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: another type is required"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],
 )

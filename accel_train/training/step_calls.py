@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_train.config import UsageError
 from accel_train.training.parameters import frozen_groups, local_of, unwrapped
-from accel_train.training.shards import plain_module
-from accel_train.training.step_guard import StepResult
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
@@ -137,11 +135,18 @@ class StepCalls:
         """Note a call of one of ``REQUIRED``."""
         self._called.add(name)
 
-    def report(self, result: StepResult, step: int) -> None:
-        """Note ``training.report``. Raises ``RuntimeError`` unless ``result`` is that of ``step``, from 0."""
+    def save(self, result: object) -> None:
+        """Note ``training.save_if_due``. Raises ``UsageError`` unless it was given a result."""
+        if not hasattr(result, "evidence"):
+            _refuse_type("training.save_if_due(result)", result, FINISHED)
+        self.note("training.save_if_due")
+
+    def report(self, batches: object, result: object) -> None:
+        """Note ``training.report``. Raises unless ``result`` is that of the step of ``batches``."""
         self.note("training.report")
-        if result is not None:
-            refuse_other_type("training.report(batches, result)", result, StepResult, FINISHED)
+        step: int | None = getattr(batches, "step", None)
+        if step is None:
+            _refuse_type("training.report(batches, result)", batches, "the StepBatches of `for batches in training`")
         # A loop without `window.finish` may give None, or still hold the result of the step before.
         evidence = getattr(result, "evidence", None)
         if evidence is None or evidence.step != step:
@@ -194,12 +199,8 @@ class StepCalls:
         self._has_begun = True
 
 
-def refuse_other_type(call: str, given: object, required: type, where_from: str) -> None:
-    """Raise ``UsageError`` unless ``given`` is of the type. ``call`` shows the right arguments of the loop's call."""
-    if not isinstance(given, required):
-        raise UsageError(
-            f"{call}: {type(given).__name__}: a {required.__name__} is required in its place; pass that of {where_from}"
-        )
+def _refuse_type(call: str, given: object, required: str) -> NoReturn:
+    raise UsageError(f"{call}: {type(given).__name__}: another type is required in its place; pass {required}")
 
 
 def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -316,8 +317,10 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     # DDP waits for those of frozen parts as well.
     if not is_ddp:
         frozen = {id(p) for group in frozen_groups(optimizers) for p in group["params"]}
-    parameters = plain_module(model).named_parameters()
-    names = [name for name, p in parameters if p.requires_grad and p.grad is None and id(p) not in frozen]
+    found = model.named_parameters()
+    names = [
+        name.removeprefix("module.") for name, p in found if p.requires_grad and p.grad is None and id(p) not in frozen
+    ]
     if not names:
         return
     finding = f"step {step + 1}: no gradient for {len(names)} trained parameter(s) ({shortened(names, 3)})"

@@ -45,10 +45,10 @@ def by_term(
     """
     if isinstance(values, Tensor):
         return dict.fromkeys(coefficients, values)
-    if not isinstance(values, Mapping):
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _no_tensor(kind, step, "they are", values)
     for name, value in values.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _no_tensor(kind, step, f"that of {name!r} is", value)
     for name in sorted(values.keys() ^ coefficients.keys()):
         present, absent = (kind, "coefficients") if name in values else ("coefficients", kind)
