@@ -33,7 +33,7 @@ def section() -> str:
         HEADING,
         "",
         f"Written by `python -m tests.linting_page` from the {count} rules. `fix`: `--fix` knows the value."
-        " `start: data`, `start: model`: speaks at a start alone, once the data are open or the model is counted.",
+        " `start: data`, `start: model`: reported only at a start, once the data are open or the model is counted.",
     ]
     for subject, rules in SUBJECTS.items():
         lines += ["", f"### {subject}", "", "| Rule | | What it is about | Source |", "|---|---|---|---|"]

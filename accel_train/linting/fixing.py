@@ -36,7 +36,7 @@ def with_values(path: Path, text: str, changes: Mapping[str, object]) -> str:
                 raise _NoPlaceError
         except (_NoPlaceError, YamlError) as error:
             raise UsageError(
-                f"{path}: {option} cannot be changed there by an edit of one line, because of how the file writes it; "
+                f"{path}: {option} cannot be changed by editing one line, because of how the file is written; "
                 f"write {option}: {_written(value)} by hand"
             ) from error
         text = edited

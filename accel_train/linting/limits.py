@@ -30,7 +30,7 @@ def small_shared_memory(facts: Facts) -> Finding | None:
     return Finding(
         option="/dev/shm",
         value=f"{size / MIB:.0f} MiB",
-        reason=f"{waiting} micro-batches wait in it, and a run whose worker finds no room ends",
+        reason=f"{waiting} micro-batches wait in it, and the run ends if a worker finds no room",
         remedy="start the container with --ipc=host or --shm-size=16g (Kubernetes: an emptyDir of medium Memory)",
     )
 
@@ -54,7 +54,7 @@ def workers_above_cores(facts: Facts) -> Finding | None:
     return Finding(
         option="loader.num_workers",
         value=asked,
-        reason=f"{facts.layout.local_processes} training process(es) with {asked} workers each are {total} reading "
+        reason=f"{facts.layout.local_processes} training process(es) with {asked} workers each make {total} reading "
         f"processes on {facts.host.cores} core(s)",
         remedy="leave it at auto",
         change=("loader.num_workers", "auto"),
@@ -72,8 +72,8 @@ def few_cores(facts: Facts) -> Finding | None:
     return Finding(
         option="cores",
         value=cores,
-        reason=f"{local} training process(es) share {cores} core(s) with their reading and saving",
-        remedy="ask the scheduler for more (SLURM: --cpus-per-task), or start the launcher outside of a binding",
+        reason=f"{local} training process(es), with their reading and saving, share {cores} core(s)",
+        remedy="ask the scheduler for more (SLURM: --cpus-per-task), or start the launcher without a binding to cores",
     )
 
 
@@ -101,7 +101,8 @@ def core_files(facts: Facts) -> Finding | None:
     return Finding(
         option="ulimit -c",
         value="unlimited" if limit == float("inf") else int(limit),
-        reason=f"a crash writes {facts.layout.local_processes} core file(s) of the host memory of a training process",
+        reason=f"a crash writes {facts.layout.local_processes} core file(s), each as large as the host memory of a "
+        "training process",
         remedy="run `ulimit -c 0` before the launch",
     )
 
@@ -115,8 +116,8 @@ def deep_read_ahead(facts: Facts) -> Finding | None:
     return Finding(
         option="loader.prefetch_factor",
         value=facts.option("loader.prefetch_factor"),
-        reason=f"{facts.workers} workers read {waiting} micro-batches ahead, {waiting / facts.accumulation:.0f} steps, "
-        "which lie in shared memory",
+        reason=f"{facts.workers} workers read {waiting} micro-batches ahead, or {waiting / facts.accumulation:.0f} "
+        "steps, and keep them in shared memory",
         remedy="leave it at 2 unless reading times vary by that much",
         change=("loader.prefetch_factor", 2),
     )
@@ -158,7 +159,7 @@ def bf16_on_old_cpu(facts: Facts) -> Finding | None:
     return Finding(
         option="precision",
         value="bf16",
-        reason="torch has no fast bf16 products on this CPU, and takes many times as long as in fp32",
+        reason="torch has no fast bf16 matrix products on this CPU, and they take many times as long as in fp32",
         remedy="give --precision fp32, or run it on a GPU",
     )
 
@@ -175,7 +176,7 @@ def fp16_beside_bf16(facts: Facts) -> Finding | None:
     return Finding(
         option="precision",
         value="fp16",
-        reason=f"{new[0].name} computes in bf16 as fast, without a loss scale and its skipped steps",
+        reason=f"{new[0].name} is as fast in bf16, with no loss scale and none of its skipped steps",
         remedy="give --precision bf16 to a new run",
     )
 
@@ -187,7 +188,7 @@ def output_in_memory(facts: Facts) -> Finding | None:
     return Finding(
         option="output_dir",
         value=facts.option("output_dir"),
-        reason=f"it lies on {facts.host.output.filesystem}: checkpoints take memory and are lost at a reboot",
+        reason=f"it is on {facts.host.output.filesystem}: checkpoints take memory and are lost at a reboot",
         remedy="give a directory on a disk",
     )
 
@@ -199,8 +200,8 @@ def output_in_temporary(facts: Facts) -> Finding | None:
     return Finding(
         option="output_dir",
         value=facts.option("output_dir"),
-        reason="it is a temporary directory, which a reboot, a cleaning service or the end of a job empties",
-        remedy="give a directory that stays",
+        reason="it is a temporary directory, emptied by a reboot, a cleanup service or the end of a job",
+        remedy="give a permanent directory",
     )
 
 
@@ -211,7 +212,7 @@ def output_in_container(facts: Facts) -> Finding | None:
     return Finding(
         option="output_dir",
         value=facts.option("output_dir"),
-        reason="it lies in the layer of this container, which is deleted with it",
+        reason="it is in the layer of this container, which is deleted with the container",
         remedy="mount a volume and give a directory on it",
     )
 
@@ -226,7 +227,7 @@ def output_on_object_store(facts: Facts) -> Finding | None:
     return Finding(
         option="output_dir",
         value=facts.option("output_dir"),
-        reason=f"{kind} has no atomic rename of directories, by which checkpoints are committed",
+        reason=f"{kind} has no atomic rename of directories, which commits checkpoints elsewhere",
         remedy="write to a disk, and push to the Hub (hub.repo_id) or copy committed checkpoints",
     )
 
@@ -240,7 +241,7 @@ def output_not_shared(facts: Facts) -> Finding | None:
     return Finding(
         option="output_dir",
         value=facts.option("output_dir"),
-        reason=f"{facts.layout.machines} machines need one directory that all of them see; {kind} is a local one",
+        reason=f"{facts.layout.machines} machines need one directory that all of them see; {kind} is local",
         remedy="give a directory on a shared filesystem",
     )
 
@@ -300,7 +301,7 @@ def host_memory_of_offload(facts: Facts) -> Finding | None:
     return Finding(
         option="offload",
         value=facts.layout.strategy,
-        reason=f"{facts.parameters:,} parameters take {needed / GIB:.0f} GiB of host memory with a save "
+        reason=f"{facts.parameters:,} parameters take {needed / GIB:.0f} GiB of host memory during a save "
         f"({each} bytes each), and there are {memory / GIB:.0f} GiB",
         remedy=remedy,
     )
@@ -321,7 +322,7 @@ def time_limit(facts: Facts) -> Finding | None:
     return Finding(
         option="checkpoints.save_every_minutes",
         value=given,
-        reason=f"the scheduler ends this job in {left / 60:.0f} minutes, and no save is due before",
+        reason=f"the scheduler ends this job in {left / 60:.0f} minutes, and no save is due before that",
         remedy="save more often, or ask for more time",
         # A quarter of the time left, in minutes: several saves before the end.
         change=("checkpoints.save_every_minutes", max(1.0, float(left // 240))),
@@ -336,7 +337,7 @@ def compile_cache_on_network(facts: Facts) -> Finding | None:
     return Finding(
         option="TORCHINDUCTOR_CACHE_DIR",
         value=kind,
-        reason=f"{facts.layout.processes} process(es) write thousands of small files of the compiler to a network disk",
+        reason=f"{facts.layout.processes} process(es) write thousands of small compiler files to a network disk",
         remedy="point it, and TRITON_CACHE_DIR, to a local disk",
     )
 

@@ -57,8 +57,8 @@ def infiniband_off(facts: Facts) -> Finding | None:
     return Finding(
         option=name,
         value=facts.environment[name],
-        reason=f"{facts.layout.machines} machines exchange gradients over TCP, and this one has InfiniBand",
-        remedy="unset it; NCCL_DEBUG=INFO shows which network NCCL takes",
+        reason=f"{facts.layout.machines} machines exchange gradients over TCP, although this one has InfiniBand",
+        remedy="unset it; NCCL_DEBUG=INFO shows which network NCCL uses",
     )
 
 
@@ -97,7 +97,7 @@ def missing_interface(facts: Facts) -> Finding | None:
                 option=variable,
                 value=value,
                 reason=f"this machine has no such interface, only {', '.join(facts.host.interfaces)}",
-                remedy="name the interface by which the machines reach each other, on each machine its own",
+                remedy="name, on each machine, the interface through which it reaches the others",
             )
     return None
 
@@ -111,7 +111,7 @@ def loopback_between_machines(facts: Facts) -> Finding | None:
             return Finding(
                 option=variable,
                 value="lo",
-                reason=f"{facts.layout.machines} machines cannot reach each other by it",
+                reason=f"{facts.layout.machines} machines cannot reach each other through it",
                 remedy="name the interface of the network between them",
             )
     return None
@@ -153,7 +153,7 @@ def blocking_wait(facts: Facts) -> Finding | None:
         option="TORCH_NCCL_BLOCKING_WAIT",
         value=facts.environment["TORCH_NCCL_BLOCKING_WAIT"],
         reason="the host waits for every collective, which hides less communication behind the computation",
-        remedy="unset it; a hang ends after collective_timeout_seconds without it as well",
+        remedy="unset it; without it, too, a hang ends after collective_timeout_seconds",
     )
 
 
@@ -181,7 +181,7 @@ def forced_protocol(facts: Facts) -> Finding | None:
         option="NCCL_PROTO",
         value=facts.environment["NCCL_PROTO"],
         reason="LL128 is forced, which corrupts gradients on platforms without support for it",
-        remedy="unset it; NCCL takes LL128 by itself where it is safe",
+        remedy="unset it; NCCL uses LL128 by itself where it is safe",
     )
 
 

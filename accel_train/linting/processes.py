@@ -125,7 +125,7 @@ def sharding_without_need(facts: Facts) -> Finding | None:
     return Finding(
         option="distributed_type",
         value=layout.strategy,
-        reason=f"{_sizes(facts)}: every micro-batch gathers all weights without need",
+        reason=f"{_sizes(facts)}: every micro-batch needlessly gathers all weights",
         remedy="launch with accelerate_configs/ddp.yaml; a checkpoint of either continues under the other",
     )
 
@@ -139,7 +139,7 @@ def offload_without_need(facts: Facts) -> Finding | None:
     return Finding(
         option="offload",
         value=facts.layout.strategy,
-        reason=f"{_sizes(facts)}: PCIe and the CPU set the speed without need",
+        reason=f"{_sizes(facts)}: PCIe and the CPU needlessly limit the speed",
         remedy="launch with accelerate_configs/single_gpu.yaml or ddp.yaml",
     )
 
@@ -158,8 +158,8 @@ def shards_across_machines(facts: Facts) -> Finding | None:
     return Finding(
         option="parallelism_config_dp_replicate_size",
         value=None,
-        reason=f"weights are gathered over the network of {layout.machines} machines in forward and backward, and the "
-        f"{layout.local_processes} devices of one machine hold the {state / GIB:.1f} GiB of state",
+        reason=f"weights are gathered over the network of {layout.machines} machines in forward and backward, but the "
+        f"{layout.local_processes} devices of one machine can hold the {state / GIB:.1f} GiB of state",
         remedy=f"add `parallelism_config: {{parallelism_config_dp_replicate_size: {layout.machines}, "
         f"parallelism_config_dp_shard_size: {layout.local_processes}}}` to the launch file",
     )
@@ -200,7 +200,7 @@ def whole_gradients_kept(facts: Facts) -> Finding | None:
         value=facts.option("sync"),
         reason=f"{facts.parameters * 4 / GIB:.1f} GiB of whole gradients stay on each device of "
         f"{device / GIB:.0f} GiB over {facts.accumulation} micro-batches",
-        remedy="give sync: every, at one reduction for each micro-batch",
+        remedy="give sync: every, at the cost of one reduction per micro-batch",
     )
 
 
@@ -262,7 +262,7 @@ def static_graph_with_accumulation(facts: Facts) -> Finding | None:
     return Finding(
         option="distributed.static_graph",
         value=True,
-        reason=f"each step has {facts.accumulation} micro-batches, and DDP stops on an assertion",
+        reason=f"each step has {facts.accumulation} micro-batches, and DDP stops with an assertion error",
         remedy="leave it out, or raise micro_batch_size until one micro-batch is enough",
         change=("distributed.static_graph", False),
     )
@@ -304,8 +304,8 @@ def short_collective_timeout(facts: Facts) -> Finding | None:
     return Finding(
         option="collective_timeout_seconds",
         value=facts.option("collective_timeout_seconds"),
-        reason=f"a process that is {seconds:g} s late ends the run; compiling or a slow disk takes longer",
-        remedy="give some minutes, such as 1800",
+        reason=f"a process that is {seconds:g} s late ends the run; compiling or a slow disk can take longer",
+        remedy="give several minutes or more, such as 1800 seconds",
         change=("collective_timeout_seconds", 1800),
     )
 

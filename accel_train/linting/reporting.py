@@ -63,7 +63,7 @@ def explain(rule: Rule) -> str:
     lines.append(f"  source: {rule.source}")
     if rule.stage != "start":
         known = "the data are open" if rule.stage == "data" else "the model is counted"
-        lines.append(f"  speaks at a start, once {known}")
+        lines.append(f"  reported only at a start, once {known}")
     lines.append(f"  silence it: accel-train check --ignore {rule.name}, or {IGNORE_VARIABLE}={rule.name} for a start")
     return "\n".join(lines)
 

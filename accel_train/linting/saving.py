@@ -115,8 +115,8 @@ def one_checkpoint(facts: Facts) -> Finding | None:
     return Finding(
         option="checkpoints.keep_last",
         value=1,
-        reason="after the next save there is nothing from before a spike or a damaged file to return to",
-        remedy="keep 2 or more; old optimizer states can go with checkpoints.keep_state_last",
+        reason="after the next save no checkpoint from before a spike or a damaged file is left to return to",
+        remedy="keep 2 or more; checkpoints.keep_state_last can delete old optimizer states",
         change=("checkpoints.keep_last", 3),
     )
 
@@ -131,7 +131,7 @@ def every_checkpoint(facts: Facts) -> Finding | None:
         option="checkpoints.keep_last",
         value=0,
         reason=f"{count} checkpoints with optimizer state stay on the disk",
-        remedy=f"keep the last 3, and every {apart} steps one for good with checkpoints.keep_every",
+        remedy=f"keep the last 3, and one every {apart} steps for good with checkpoints.keep_every",
     )
 
 
@@ -164,7 +164,7 @@ def empty_window(facts: Facts) -> Finding | None:
     return Finding(
         option="checkpoints.keep_window_steps",
         value=window,
-        reason=f"saves happen every {save} steps, so the window holds no checkpoint beside the newest",
+        reason=f"saves happen every {save} steps, so the window contains no checkpoint but the newest",
         remedy=f"give {3 * save} or more, or leave it out",
         change=("checkpoints.keep_window_steps", 3 * save),
     )
@@ -227,7 +227,7 @@ def overwrite_with_restarts(facts: Facts) -> Finding | None:
         option="overwrite",
         value=True,
         reason=f"{name}={facts.environment[name]}: every restart deletes the checkpoints and begins at step 0",
-        remedy="leave --overwrite out, and delete the directory by hand where that is meant",
+        remedy="leave --overwrite out, and delete the directory by hand if you mean to",
     )
 
 
@@ -239,7 +239,7 @@ def no_resume_with_restarts(facts: Facts) -> Finding | None:
     return Finding(
         option="resume",
         value="never",
-        reason=f"{name}={facts.environment[name]}: a restart finds the directory used, and is refused",
+        reason=f"{name}={facts.environment[name]}: a restart finds the earlier run in the directory, and is refused",
         remedy="leave it at auto",
     )
 
@@ -258,7 +258,7 @@ def grace_above_torchrun(facts: Facts) -> Finding | None:
     return Finding(
         option="checkpoints.grace_seconds",
         value=facts.option("checkpoints.grace_seconds"),
-        reason=f"torchrun kills the processes {allowed} s after a signal, in the middle of a longer save",
+        reason=f"torchrun kills the processes {allowed} s after a signal, in the middle of a save that takes longer",
         remedy=f"set {GRACE}={math.ceil(grace)} for the launcher",
     )
 
@@ -288,8 +288,8 @@ def public_without_license(facts: Facts) -> Finding | None:
     return Finding(
         option="hub.license",
         value=None,
-        reason=f"{facts.option('hub.repo_id')} is public, and its card grants nobody any use",
-        remedy="name one, such as --hub.license apache-2.0; mind that of the base and of the data",
+        reason=f"{facts.option('hub.repo_id')} is public, but its card gives nobody permission to use it",
+        remedy="name a licence, such as --hub.license apache-2.0; respect those of the base and of the data",
     )
 
 

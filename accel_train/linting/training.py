@@ -86,8 +86,8 @@ def ema_never_reached(facts: Facts) -> Finding | None:
     return Finding(
         option="ema.decay",
         value=decay,
-        reason=f"its half-life is {half_life:.0f} steps, and {steps} steps reach a decay of {reached:.4f} only",
-        remedy=f"give {better:g}, or leave it to the rise",
+        reason=f"its half-life is {half_life:.0f} steps, and {steps} steps reach a decay of only {reached:.4f}",
+        remedy=f"give {better:g}, or keep it if the rising decay is enough",
     )
 
 
@@ -105,7 +105,7 @@ def evaluation_outweighs_training(facts: Facts) -> Finding | None:
     return Finding(
         option="evaluation.every",
         value=int(every),
-        reason=f"{samples:.0f} samples are evaluated after every {trained:.0f} that are trained on",
+        reason=f"{samples:.0f} samples are evaluated after every {trained:.0f} trained on",
         remedy=f"give {better} or more, or fewer evaluation.samples",
         change=("evaluation.every", better),
     )
@@ -167,7 +167,7 @@ def large_lr_of_tuning(facts: Facts) -> Finding | None:
     return Finding(
         option="optimizer.lr",
         value=lr,
-        reason=f"all weights of {pretrained} are trained at the rate of a training from scratch",
+        reason=f"all weights of {pretrained} are trained at a learning rate for training from scratch",
         remedy="give 1e-6 to 1e-4, or train adapters (lora.rank)",
     )
 
@@ -199,7 +199,7 @@ def swapped_betas(facts: Facts) -> Finding | None:
         option="optimizer.betas",
         value=betas,
         reason=f"the squares are forgotten in {1 / (1 - betas[1]):.0f} steps, the mean in {1 / (1 - betas[0]):.0f}: "
-        "the order is mean, square",
+        "the order is mean, then squares",
         remedy=f"give {betas[1]:g} {betas[0]:g}",
     )
 
@@ -214,8 +214,8 @@ def large_eps(facts: Facts) -> Finding | None:
     return Finding(
         option="optimizer.eps",
         value=eps,
-        reason="a gradient of norm 1 over 100 million weights has 1e-4 in each: steps shrink to "
-        f"{1e-4 / (1e-4 + eps):.0%} there",
+        reason="a gradient of norm 1 over 100 million weights is about 1e-4 for each: their steps shrink to "
+        f"{1e-4 / (1e-4 + eps):.0%}",
         remedy="give 1e-8, or up to 1e-6",
     )
 
@@ -232,7 +232,7 @@ def decayed_adapters(facts: Facts) -> Finding | None:
     return Finding(
         option="optimizer.weight_decay",
         value=decay,
-        reason=f"over {facts.steps} steps it takes up to {1 - math.exp(-exponent):.0%} of the adapter away",
+        reason=f"over {facts.steps} steps it removes up to {1 - math.exp(-exponent):.0%} of the adapter",
         remedy="give 0 or 0.01",
     )
 
@@ -290,7 +290,7 @@ def uncompiled_float8(facts: Facts) -> Finding | None:
     return Finding(
         option="float8",
         value=facts.option("float8"),
-        reason="without compile.mode on, scaling and casting are kernels of their own, slower than bf16 altogether",
+        reason="without compile.mode on, scaling and casting are separate kernels, and slower than bf16 overall",
         remedy="compile the blocks",
         change=("compile.mode", "on"),
     )
@@ -303,7 +303,7 @@ def cuda_graphs_with_accumulation(facts: Facts) -> Finding | None:
     return Finding(
         option="compile.optimize",
         value="reduce-overhead",
-        reason=f"each step has {facts.accumulation} micro-batches, and a graph overwrites what the one before keeps",
+        reason=f"each step has {facts.accumulation} micro-batches, and a graph overwrites what the previous one keeps",
         remedy="give max-autotune-no-cudagraphs or default",
         change=("compile.optimize", "default"),
     )
@@ -317,7 +317,7 @@ def many_compiled_shapes(facts: Facts) -> Finding | None:
     return Finding(
         option="compile.dynamic",
         value=False,
-        reason=f"loader.bucket_shapes: {shapes} lengths are {shapes} compilations of every block",
+        reason=f"loader.bucket_shapes: {shapes} lengths mean {shapes} compilations of every block",
         remedy="compile once for all lengths, or use 4 lengths",
         change=("compile.dynamic", True),
     )

@@ -50,7 +50,7 @@ def allocator_set_twice(facts: Facts) -> Finding | None:
     return Finding(
         option=NEW_ALLOCATOR,
         value=new,
-        reason=f"{OLD_ALLOCATOR}={old} is set as well, and torch reads some settings from the one, some from the other",
+        reason=f"{OLD_ALLOCATOR}={old} is set as well, and torch reads some settings from one, some from the other",
         remedy=f"put everything into {NEW_ALLOCATOR} and unset {OLD_ALLOCATOR}",
     )
 
@@ -134,8 +134,8 @@ def parallel_tokenizers(facts: Facts) -> Finding | None:
     return Finding(
         option=RUST_THREADS,
         value=facts.environment[RUST_THREADS],
-        reason=f"{facts.workers} reading processes are forked with the threads of fast tokenizers switched on, which "
-        "are not there after a fork",
+        reason=f"{facts.workers} reading processes are forked with the threads of fast tokenizers switched on, and "
+        "threads do not survive a fork",
         remedy="unset it, or set it to false",
     )
 
@@ -174,7 +174,7 @@ def forced_tf32(facts: Facts) -> Finding | None:
     return Finding(
         option=TF32,
         value=1,
-        reason="precision: fp32 is asked for, and matrix products round their inputs to 10 bits instead of 23",
+        reason="precision: fp32 is asked for, but matrix products round their inputs to 10 bits instead of 23",
         remedy=f"unset {TF32}; for speed give --precision bf16, which the run records",
     )
 
@@ -187,7 +187,7 @@ def tracker_off(facts: Facts) -> Finding | None:
     return Finding(
         option="log.trackers",
         value=list(trackers),
-        reason="WANDB_MODE=disabled: wandb takes every figure and records none",
+        reason="WANDB_MODE=disabled: wandb accepts every figure and records none",
         remedy="unset WANDB_MODE, or set it to offline",
     )
 
@@ -208,7 +208,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
     return Finding(
         option=THREADS,
         value=value,
-        reason=f"{facts.layout.local_processes} process(es) with {value} threads each are {threads} threads on "
+        reason=f"{facts.layout.local_processes} process(es) with {value} threads each make {threads} threads on "
         f"{cores} core(s)",
         remedy="unset it, or give at most the cores divided by the processes",
     )

@@ -77,7 +77,7 @@ def test_files_without_a_last_line_end_or_a_value(text: str) -> None:
     [(TEXT, "checkpoints.pinned"), ("a: |\n  text\n", "a.b"), ("a: >-\n  text\n# end\nb: 1", "a")],
 )
 def test_what_an_edit_of_a_line_cannot_change_is_refused(text: str, option: str) -> None:
-    with pytest.raises(UsageError, match=rf"my\.yaml: {option} cannot be changed there .* write {option}: 7 by hand"):
+    with pytest.raises(UsageError, match=rf"my\.yaml: {option} cannot be changed by .* write {option}: 7 by hand"):
         with_values(FILE, text, {option: 7})
 
 

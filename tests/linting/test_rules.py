@@ -122,7 +122,7 @@ def test_errors_come_first_and_names_silence() -> None:
 def test_a_rule_is_explained() -> None:
     text = reporting.explain(find_rule("sharding-without-need"))
     assert text.startswith("sharding-without-need (warning)\n  FSDP2 and ZeRO-3 gather the weights of each block")
-    assert "\n  source: docs/machines.md\n  speaks at a start, once the model is counted\n" in text
+    assert "\n  source: docs/machines.md\n  reported only at a start, once the model is counted\n" in text
 
 
 def test_numbers_of_findings_are_those_of_the_facts() -> None:
@@ -133,7 +133,7 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     assert f"take {20e9 / 2**30:.1f} GiB, and a device has 80 GiB" in found.finding.reason
     threads, _ = CASES["threads-above-cores"]
     (found,) = lint(threads)
-    assert "4 process(es) with 17 threads each are 68 threads on 64 core(s)" in found.finding.reason
+    assert "4 process(es) with 17 threads each make 68 threads on 64 core(s)" in found.finding.reason
     kept, _ = CASES["keep-every-between-saves"]
     (found,) = lint(kept)
     assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
