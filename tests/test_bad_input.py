@@ -354,7 +354,7 @@ FILES = [
     Row(
         "I32-no-utf-8",
         "--output_dir {}/bad\udcff",
-        r"output_dir: '.* is refused: text in valid UTF-8 is required, and 'bad\\udcff' is none; correct --output_dir",
+        r"output_dir: '.* is refused: text in valid UTF-8 is required, and 'bad\\udcff' is not valid; correct",
     ),
     Row(
         "I32-long",
@@ -583,7 +583,7 @@ DATA = [
     Row(
         "I51-flag",
         "--data.trust_remote_code True",
-        r"--data\.trust_remote_code is a name of other scripts; .*: code from a repository is never run",
+        r"--data\.trust_remote_code is a name from other scripts; .*: code from a repository is never run",
     ),
     Row("I53-epochs", "--max_steps None", r"max_steps: None, max_epochs: None: give exactly one of them"),
 ]

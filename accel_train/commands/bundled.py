@@ -21,7 +21,7 @@ def folder(name: str) -> Path:
     """Return the directory ``recipes`` or ``accelerate_configs``. Raises ``UsageError`` if there is none."""
     place = bundled_folder(name)
     if place is None:
-        raise UsageError(f"{name}: this installation of accel_train has none; install its wheel, or a whole checkout")
+        raise UsageError(f"{name}: not in this installation of accel_train; install its wheel, or a whole checkout")
     return place
 
 
@@ -37,7 +37,9 @@ def find_recipe(text: str) -> Path:
     """
     path = expand_path(text)
     if path.suffix in (".yaml", ".yml", ".json"):
-        raise UsageError(f"recipe {text!r}: is no recipe, a Python file is required; options follow it: RECIPE {text}")
+        raise UsageError(
+            f"recipe {text!r}: not a recipe; a Python file is required, and options follow it: RECIPE {text}"
+        )
     if path.is_file():
         return path
     names = recipe_names()

@@ -146,7 +146,7 @@ def describe(request: Launch, checked: Checked) -> str:
     command = shlex.join(["python", str(checked.recipe), *request.arguments, "--print_config"])
     lines.append(f"  and {len(checked.loaded.origins) - len(chosen)} options at their defaults: {command}")
     lines += [f"  warning: {text}" for text in missing_data(checked.loaded)]
-    lines.append("nothing was run; launch file and options are consistent, and data are not looked into")
+    lines.append("nothing was run; launch file and options are consistent; the data were not checked")
     if checked.is_elsewhere:
         lines.append("this machine has no accelerator: rules about cores, memory and disks were not applied")
     return "\n".join([*lines, *reporting.describe(checked.found)])
@@ -227,8 +227,8 @@ def _fix(request: Launch, ignored: Sequence[str], checked: Checked) -> Checked:
     bundled = folder("recipes").resolve()
     if bundled in path.resolve().parents:
         raise UsageError(
-            f"--fix: {path} is a bundled preset, which is shared by all runs and comes anew with every version; copy "
-            f"it, as in `cp {shlex.quote(str(path))} my.yaml`, and give my.yaml in its place"
+            f"--fix: {path} is a bundled preset, which all runs share and every new version replaces; copy it, as in "
+            f"`cp {shlex.quote(str(path))} my.yaml`, and give my.yaml instead"
         )
     copy = unused_copy(path)
     changes: dict[str, object] = {}
@@ -247,7 +247,7 @@ def _fix(request: Launch, ignored: Sequence[str], checked: Checked) -> Checked:
             option, value = finding.change
             print(f"{rule.name}: --{option} is given on the command line: give {value} there")
     if changes:
-        print(f"{difference}\n{path} is changed; the former one is {copy.name}")
+        print(f"{difference}\n{path} is changed; the original is kept as {copy.name}")
     else:
         print(f"nothing to fix in {path}")
     return checked
@@ -275,7 +275,9 @@ def _apply(
         return difference, read(request, ignored)
     except UsageError as error:
         undo(path, copy)
-        raise UsageError(f"--fix: {path} is as it was, because a start would refuse the changed one: {error}") from None
+        raise UsageError(
+            f"--fix: {path} is left as it was, because a start would refuse the changed file: {error}"
+        ) from None
 
 
 @contextmanager

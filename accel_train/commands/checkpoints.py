@@ -219,7 +219,7 @@ def verify(place: str) -> int:
     """Hash every file of one checkpoint, or of all of a run. Return 1 if one is damaged or cannot be read now."""
     found = find_place(place)
     if not found.checkpoints:
-        raise UsageError(f"{found.path}: holds no checkpoint to verify; name a run with a saved checkpoint")
+        raise UsageError(f"{found.path}: contains no checkpoint to verify; name a run with a saved checkpoint")
     damaged = 0
     for path in found.checkpoints:
         try:
@@ -333,7 +333,7 @@ def _print_plan(done: retention.Plan, kept: Mapping[str, str], freed: Mapping[Pa
     for name, reason in kept.items():
         lines[name] = ("keep", reason)
     for path in done.strip:
-        lines[path.name] = ("strip", f"{kept[path.name]}; its optimizer state goes, {readable_size(freed[path])}")
+        lines[path.name] = ("strip", f"{kept[path.name]}; its optimizer state is deleted, {readable_size(freed[path])}")
     for name, reason in done.failed.items():
         lines[name] = ("FAILED", reason)
     names = sorted(lines, key=lambda name: (len(name), name))  # by step, beyond eight digits too
@@ -359,7 +359,7 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[bool]:
         held = lock.acquire(run, " (accel-train checkpoints prune)")
     except lock.LockedError as holder:
         raise UsageError(
-            f"{run} is in use by {holder}, which applies retention itself; end it first, or look with --dry-run"
+            f"{run} is in use by {holder}, which applies retention itself; end it first, or preview with --dry-run"
         ) from None
     except OSError as error:
         raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user with write access") from None

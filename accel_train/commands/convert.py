@@ -74,8 +74,8 @@ def _source(source: str) -> Path:
         raise weights.pickle_error([path])
     if path.is_file() and path.suffix == ".safetensors":
         raise UsageError(
-            f"{path}: is a file; a directory is required, whose config.json is taken along: give {path.parent} with "
-            f"--stem {shlex.quote(path.stem)}"
+            f"{path}: is a file; a directory is required, because its config.json is copied too: give {path.parent} "
+            f"with --stem {shlex.quote(path.stem)}"
         )
     if not path.is_dir():
         # A checkpoint of a run, chosen by its step. For any other, this raises with a list of what is there.
@@ -92,7 +92,7 @@ def _new_checkpoint(destination: str) -> Path:
     # Among the checkpoints of a run it would be the oldest, and the run's retention would delete it.
     for folder in (target.parent, target.parent.parent):
         if (folder / "run.json").exists():
-            raise UsageError(f"{path}: lies in the run {folder}; give a directory outside of it")
+            raise UsageError(f"{path}: is inside the run {folder}; give a directory outside it")
     if target.exists():
         raise UsageError(f"{target}: exists already; give another directory")
     if target.parent.is_file():
@@ -114,11 +114,11 @@ def _choose(path: Path, stem: str | None) -> str:
         if len(candidates) == 1:
             return candidates[0]
     if models:
-        raise UsageError(f"{path}: holds {', '.join(models)}; choose one with --stem {shlex.quote(models[0])}")
+        raise UsageError(f"{path}: contains {', '.join(models)}; choose one with --stem {shlex.quote(models[0])}")
     _refuse_pickles(path)
     raise UsageError(
-        f"{path}: holds no model*.safetensors or diffusion_pytorch_model*.safetensors, but {places.contents(path)}; "
-        "give the directory with the weights, or name them with --stem NAME"
+        f"{path}: contains no model*.safetensors or diffusion_pytorch_model*.safetensors, but "
+        f"{places.contents(path)}; give the directory with the weights, or name them with --stem NAME"
     )
 
 
@@ -182,7 +182,7 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo], chosen: str) -> dict[
 def _reason(entry: Path, chosen: str) -> str:
     if entry.is_dir():
         if _is_distributed(entry) or any(is_pickle(file) for file in entry.iterdir()):
-            return "it holds pickles"
+            return "it contains pickles"
         return "not weights of this model"
     if is_pickle(entry):
         reason = "a pickle, and reading one runs the code in it"
@@ -191,7 +191,7 @@ def _reason(entry: Path, chosen: str) -> str:
         return reason
     if shard := diff.SHARD.fullmatch(entry.name):
         if shard["stem"] == chosen:
-            return "no index names it; if it belongs to these weights, have them saved again"
+            return "no index names it; if it belongs to these weights, save them again"
         return f"other weights; take them with --stem {shlex.quote(shard['stem'])}"
     return "not weights"
 

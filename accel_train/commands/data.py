@@ -52,7 +52,7 @@ def cache(action: str, arguments: Sequence[str]) -> int:
     if config.cache_dir is not None and not expand_path(config.cache_dir).is_dir():
         raise UsageError(
             f"--cache_dir {config.cache_dir!r}: {expand_path(config.cache_dir)} is not a folder; give the "
-            "--data.cache_dir of the runs, or leave it out for the usual one"
+            "--data.cache_dir of the runs, or leave it out for the default"
         )
     root = cache_directory(config.cache_dir) / tensor_cache.ROOT
     used_before = time.time() - config.unused_days * DAY_SECONDS
@@ -65,8 +65,8 @@ def cache(action: str, arguments: Sequence[str]) -> int:
         return _clear(root, used_before, config.json)
     if config.unused_days:
         raise UsageError(
-            f"unused_days: {config.unused_days:g}: verify hashes every entry, whenever it was used; leave it out, or "
-            "give it to ls or clear"
+            f"unused_days: {config.unused_days:g}: verify hashes every entry, whenever it was last used; leave it "
+            "out, or give it to ls or clear"
         )
     return _verify(root, config.json)
 
@@ -145,5 +145,5 @@ def _clear(root: Path, used_before: float, as_json: bool) -> int:
         return 0
     print(f"{len(deleted):,} entries deleted, {size / 2**30:.2f} GiB")
     if in_use:
-        print(f"{in_use:,} entries stay: a live run uses them")
+        print(f"{in_use:,} entries are kept: a live run uses them")
     return 0

@@ -40,7 +40,7 @@ class Difference:
 
     def __str__(self) -> str:
         if self.largest == 0:
-            return f"{self.name}: the same values in other bits"
+            return f"{self.name}: the same values with different bits"
         a, b = self.values
         index = f" at {list(self.at)}" if self.at else ""
         return f"{self.name}{index}: {a:.9g} in A, {b:.9g} in B, apart by {self.largest:.3g}"
@@ -159,8 +159,8 @@ def collections_of(path: Path) -> Collections:
         if pickles:
             raise weights.pickle_error(pickles)
         raise UsageError(
-            f"{path}: holds no safetensors file, but {places.contents(path)}; give a run, a checkpoint or a directory "
-            "with safetensors files"
+            f"{path}: contains no safetensors file, but {places.contents(path)}; give a run, a checkpoint or a "
+            "directory with safetensors files"
         )
     return {name: part for name, part in collections.items() if part}
 

@@ -102,7 +102,7 @@ def _label(source: Source, merged: bool) -> str:
 
 def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
     if not is_adapter:
-        raise UsageError(f"{checkpoint.path}: holds no adapters, so there is nothing to merge; leave --merged out")
+        raise UsageError(f"{checkpoint.path}: contains no adapters, so there is nothing to merge; leave --merged out")
     if not hasattr(loading.pipeline_of(checkpoint.path), "write_merged"):
         raise UsageError(
             f"{checkpoint.path}: its recipe merges no adapters; leave --merged out, and merge them with peft"
@@ -163,7 +163,7 @@ def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     if "files" not in base:
         return "without the files of their base, which the checkpoint does not name"
     count = len(base["files"])
-    return f"adapters of {base['source']}, whose {count} file(s) they name with their sha256; check them with verify.py"
+    return f"adapters of {base['source']}, with the sha256 of its {count} file(s); check these with verify.py"
 
 
 def _write_for_others(directory: Path) -> list[str]:
@@ -199,11 +199,11 @@ def _prove(directory: Path, outputs: Outputs) -> str:
     try:
         printed = write_proof(directory, pipeline, outputs).splitlines()
     except NotRepeatedError as error:
-        return f"model.py and verify.py are written and were not run here ({error}); run verify.py where it is used"
+        return f"model.py and verify.py were written but not run here ({error}); run verify.py where they are used"
     # Packages that every model.py needs are not listed.
     needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]
     others = f"and {', '.join(needed)}" if needed else "alone"
-    return f"model.py with torch {others} repeats {len(printed) - 2} examples of this model; check it with verify.py"
+    return f"model.py with torch {others} reproduces {len(printed) - 2} examples of this model; check it with verify.py"
 
 
 def _unused(destination: str) -> Path:
@@ -215,7 +215,7 @@ def _unused(destination: str) -> Path:
     if path.is_mount():
         raise UsageError(f"{path}: is a mount point, which cannot be replaced; give a directory in it")
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"{path}: holds {places.contents(path)}; {requirement}")
+        raise UsageError(f"{path}: contains {places.contents(path)}; {requirement}")
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path}: is a file; {requirement}")
     return path

@@ -56,7 +56,9 @@ def _refuse_used(target: Path) -> None:
     if target.is_dir():
         there = sorted(path.name for path in target.iterdir())
         if there:
-            raise UsageError(f"{target} holds {shortened(there, 3)}; give a directory that does not exist or is empty")
+            raise UsageError(
+                f"{target} contains {shortened(there, 3)}; give a directory that does not exist or is empty"
+            )
 
 
 def _copy(files: Sequence[Path], target: Path) -> None:

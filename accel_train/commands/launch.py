@@ -171,7 +171,7 @@ def read_machine(request: Launch, *, simulated: bool = False) -> tuple[Path | No
     if request.main_process_ip is not None and machine.num_machines == 1:
         raise UsageError(
             f"--main_process_ip {request.main_process_ip}: has no effect, because num_machines is 1 in {machine.path}; "
-            "write there num_machines, and num_processes of all machines, or leave it out"
+            "set num_machines there, and num_processes of all machines, or leave it out"
         )
     return path, machine, assumption
 

@@ -164,7 +164,7 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
     rest = {name: value for name, value in flags.items() if name not in own}
     for option, given in (("data.path", dataset), ("base.source", options.base)):
         if option in rest:
-            raise UsageError(f"--{option} {rest[option]}: here it is {NAMES[option]}; give it once, there")
+            raise UsageError(f"--{option} {rest[option]}: in this command it is {NAMES[option]}; give it only there")
         if given is not None:
             rest[option] = given
     start = {name: rest.pop(name) for name in INVOCATION_OPTIONS if name in rest}
@@ -179,7 +179,9 @@ def _refuse_of_other_steps(options: LoraOptions, flags: Mapping[str, Any], start
         raise UsageError("--cache_only: here it is the step cache; give --steps cache")
     if start and "train" not in options.steps:
         given = " ".join(_flags(start))
-        raise UsageError(f"{given}: of the step train, which is not among --steps; add train, or leave this out")
+        raise UsageError(
+            f"{given}: belongs to the step train, which is not among --steps; add train, or leave this out"
+        )
 
 
 def _refuse_other_values(request: _Request) -> None:
@@ -239,7 +241,7 @@ def _plan(request: _Request) -> int:
     if has_trained(request.run) and not request.start.get("overwrite"):
         if not request.plan.is_file():
             raise UsageError(
-                f"{request.run}: a run without {PLAN}, which this command has not started; continue with "
+                f"{request.run}: a run without {PLAN}, so not started by this command; continue with "
                 f"`accel-train launch {RECIPE} {request.run / 'config.yaml'} --output_dir {request.run}`, or give "
                 "another --output_dir"
             )
@@ -247,7 +249,7 @@ def _plan(request: _Request) -> int:
         if others:
             listed = "\n  ".join(others)
             raise UsageError(
-                f"{request.plan}: is kept, because training has begun, and was made with other options:\n  {listed}\n"
+                f"{request.plan}: is kept, because training has begun, but was made with other options:\n  {listed}\n"
                 "leave them out, give another --output_dir, or --overwrite to delete the run and plan again"
             )
         # Not planned again: this may be another machine by now, but the experiment must stay the same.
@@ -275,7 +277,7 @@ def _read_plan(path: Path) -> Tree:
     removed = [name for name in found if name not in tree]
     if removed:
         _write(path, tree, _made_with(path))
-        print(f"{path}: {', '.join(removed)} removed, because a plan is for every start", flush=True)
+        print(f"{path}: {', '.join(removed)} removed, because a plan applies to every start", flush=True)
     return tree
 
 
@@ -346,7 +348,7 @@ def _findings(metrics: Path) -> list[str]:
         if record["event"] == "evaluation" and "loss" in record:
             losses[int(record["step"])] = float(record["loss"])
     if not losses:
-        return ["no held-out pictures (data.heldout_fraction), so nothing tells learning from learning by heart"]
+        return ["no held-out pictures (data.heldout_fraction), so nothing tells learning from memorising"]
     listed = ", ".join(f"{loss:.4f} at step {step}" for step, loss in sorted(losses.items()))
     lines = [f"held-out loss: {listed}"]
     newest = max(losses)
@@ -361,7 +363,7 @@ def _findings(metrics: Path) -> list[str]:
     if last > WORSE * losses[best]:
         lines.append(
             f"WARNING: {last / losses[best] - 1:.0%} above its lowest value, at step {best}: the pictures are being "
-            f"learned by heart; export that checkpoint, or train fewer steps"
+            f"memorised; export that checkpoint, or train fewer steps"
         )
     return lines
 

@@ -46,7 +46,7 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     if not path.is_dir():
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
     if commit.TEMPORARY.fullmatch(path.name):
-        raise UsageError(f"{path}: an unfinished or half-deleted checkpoint; name a checkpoint_ directory beside it")
+        raise UsageError(f"{path}: an unfinished or half-deleted checkpoint; name a checkpoint_ directory next to it")
     # A checkpoint may have been renamed or copied, so its manifest counts as well as its name.
     if NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
         run = path.parent.parent if path.parent.name == "checkpoints" else None
@@ -59,8 +59,8 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     if found:
         return Place(path, found, None)
     raise UsageError(
-        f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it holds {contents(path)}; "
-        "give one of these"
+        f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it contains "
+        f"{contents(path)}; give one of these"
     )
 
 
@@ -93,7 +93,7 @@ def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
         except ValueError as error:
             reasons.append(str(error))
     if not reasons:
-        raise UsageError(f"{place.path}: holds no checkpoint yet; train first, or name another run")
+        raise UsageError(f"{place.path}: contains no checkpoint yet; train first, or name another run")
     listed = "\n  ".join(reasons)
     raise UsageError(f"{place.path}: no checkpoint verifies; restore one from a copy, or name another:\n  {listed}")
 
@@ -107,7 +107,7 @@ def _describe_wrong_path(path: Path) -> str:
     if path.exists():
         return "is a file"
     parent = next(p for p in path.parents if p.is_dir())
-    return f"does not exist ({parent} holds {contents(parent)})"
+    return f"does not exist ({parent} contains {contents(parent)})"
 
 
 def disk_bytes(path: Path) -> int:

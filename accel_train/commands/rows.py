@@ -94,7 +94,7 @@ def _read(request: Request, arguments: Sequence[str]) -> tuple[TextRows, Iterato
     data = data_of(module.main, arguments)
     if data is None:
         raise UsageError(
-            f"recipe {request.recipe!r}: its main ended before the data; a main that prepares them by "
+            f"recipe {request.recipe!r}: its main ended before the data were prepared; a main that calls "
             "startup.prepare_data is required"
         )
     found: TextRows = text_rows(data)

@@ -35,8 +35,8 @@ def temporary_directory(temporary: Path) -> Generator[None]:
         shutil.rmtree(temporary, ignore_errors=True)
         if _is_of_reading(error, temporary):
             raise UsageError(
-                f"{error.filename}: cannot be read ({error.strerror}), so nothing was written; if its run goes on and "
-                "has deleted this checkpoint, take a newer one"
+                f"{error.filename}: cannot be read ({error.strerror}), so nothing was written; if its run continues "
+                "and has deleted this checkpoint, use a newer one"
             ) from None
         raise disk_error(error)(
             f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere"
@@ -114,8 +114,8 @@ def _converted(name: str, tensor: Tensor, precision: Precision, file: Path, is_b
         return converted
     if is_buffer and tensor.isnan().any():
         raise UsageError(
-            f"{file}: the buffer {name} holds NaN, as a batch norm does after one batch that was not finite; take an "
-            "earlier checkpoint"
+            f"{file}: the buffer {name} contains NaN, as a batch norm's does after one batch that was not finite; "
+            "use an earlier checkpoint"
         )
     if not is_buffer:
         weights.refuse_nonfinite(name, tensor, file)

@@ -22,8 +22,8 @@ def refuse_unknown_allowed(allow: Iterable[str], experiment: Iterable[str]) -> N
         if any(is_covered(key, [name]) for key in known):
             continue
         raise UsageError(
-            f"allow: {name!r} is no option of this experiment{did_you_mean(_meant(name, known))}; name the option that "
-            "has changed"
+            f"allow: {name!r} is not an option of this experiment{did_you_mean(_meant(name, known))}; name the option "
+            "that has changed"
         )
 
 

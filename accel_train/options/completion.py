@@ -52,7 +52,9 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
     from shtab import FILE
 
     parser.add_argument("preset", nargs="?", choices=list(presets), help="preset, or a YAML file")
-    parser.add_argument("--help", "-h", nargs="?", choices=help_text.topics(cls), help="options, of a group or all")
+    parser.add_argument(
+        "--help", "-h", nargs="?", choices=help_text.topics(cls), help="options: those of a group, or all"
+    )
     parser.add_argument("--print_config", action="store_true", help="show every option and where it comes from")
     parser.add_argument("--smoke", action="store_true", help="try everything in seconds")
     texts = help_text.option_texts(cls)

@@ -32,7 +32,9 @@ def words_of(argv: Sequence[object]) -> list[str]:
     Raises ``UsageError`` for a value of any other type.
     """
     if isinstance(argv, str):
-        raise UsageError(f"{argv!r}: one text, a list of words is required, as in main(['--max_steps', '5'])")
+        raise UsageError(
+            f"{argv!r}: one string is given, and a list of words is required, as in main(['--max_steps', '5'])"
+        )
     words: list[str] = []
     for place, given in enumerate(argv):
         word = given
@@ -292,7 +294,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f" is a group of options, not an option; write --{group[0]} VALUE"
     other = NAMES_OF_OTHER_SCRIPTS.get(name.rsplit(".", 1)[-1])
     if other is not None:
-        return f" is a name of other scripts; here {in_this_recipe(other, known)}"
+        return f" is a name from other scripts; here {in_this_recipe(other, known)}"
     meant = nearest_option(name, known)
     namesakes = [option for option in known if option.rpartition(".")[2] == name]
     if meant in namesakes:

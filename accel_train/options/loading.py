@@ -306,7 +306,7 @@ def _check_keys_of_source(
             raise UsageError(f"{error}{other_recipes.offered(names)}") from None
         if owners:
             raise UsageError(
-                f"{error}. Every option of the file is one of {other_recipes.shown(owners)}: "
+                f"{error}. Every option in the file belongs to {other_recipes.shown(owners)}: "
                 f"{other_recipes.commands(owners, str(path))}"
             ) from None
         raise
@@ -342,7 +342,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         reason = refusal(kinds[key], value) or refusals.impossible_text(key, value)
         # An empty path would be the working directory.
         if not reason and value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
-            reason = "'' is refused: a value is required, and a shell variable that is not set gives none"
+            reason = "'' is refused: a value is required, and a shell variable that is not set has none"
         if reason:
             where_key = place_of(where, places, key.split("."))
             raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")

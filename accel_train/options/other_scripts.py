@@ -7,10 +7,10 @@ from collections.abc import Sequence
 AS_WRITTEN = "none: not available in this recipe, captions are learned as they are written"
 REPEATS = "none: not available in this recipe, where no sample is repeated in an epoch"
 DROPOUT = "none: adapters have no dropout"
-ANSWERS = "none: of completions and chats only what the model is to answer counts, always"
+ANSWERS = "none: in completions and chats, only what the model is to answer ever counts"
 CHUNKS = "--model.loss_chunk 1024 (tokens whose logits are in memory at a time)"
 TIMES = "none: not available in this recipe, which has --times.density and --times.shift"
-VAE = "--pictures.vae of a model from scratch; adapters take that of their base"
+VAE = "--pictures.vae for a model from scratch; adapters use that of their base"
 LOGIT_MEAN = (
     "--times.logit_mean with the other sign: above 0 is noisier here and cleaner in diffusers' scripts (kohya's "
     "for SD3 has the sign used here)"
@@ -19,8 +19,8 @@ SHIFT = (
     "--times.shift, which comes on top of the shift of the base's scheduler: SD3's 3 is applied already, FLUX has none "
     "in training"
 )
-LOSS = "--latent.loss of a model from scratch; of others the loss is fixed"
-PREDICTED = "--latent.prediction of a model from scratch; adapters learn what their base predicts, such as v"
+LOSS = "--latent.loss for a model from scratch; for others the loss is fixed"
+PREDICTED = "--latent.prediction for a model from scratch; adapters learn what their base predicts, such as v"
 TF32 = "none: matrix products in fp32 are never rounded to TF32, and --precision bf16 is faster still"
 ABSENT = "none: not available in this recipe"
 NAMES_OF_OTHER_SCRIPTS = {
@@ -65,7 +65,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "flash_attention": "--attention flash",
     "deepspeed": "none: the strategy is that of the launch file",
     "fsdp": "none: the strategy is that of the launch file",
-    "local_rank": "none: the launcher tells it to each process",
+    "local_rank": "none: the launcher sets it for each process",
     # Optimizer and schedule.
     "learning_rate": "--optimizer.lr",
     "optimizer_type": "--optimizer.name",
@@ -129,14 +129,14 @@ NAMES_OF_OTHER_SCRIPTS = {
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
     "config": "no flag: name a preset or a YAML file before the flags",
     "do_eval": "--evaluate_only, or --evaluation.every in training",
-    "do_train": "none: a run trains, but with --evaluate_only",
+    "do_train": "none: a run trains, except with --evaluate_only",
     "eval_steps": "--evaluation.every",
     "eval_strategy": "--evaluation.every",
     "evaluation_strategy": "--evaluation.every",
     "validation_steps": "--evaluation.every",
     "validation_epochs": "--evaluation.every, a number of steps",
-    "prompt": "--text of a language model, --evaluation.prompts in training",
-    "text": "--prompt of a model of pictures",
+    "prompt": "--text for a language model, --evaluation.prompts in training",
+    "text": "--prompt for a model of pictures",
     "validation_prompt": "--evaluation.prompts",
     "sample_prompts": "--evaluation.prompts",
     "sample_every_n_steps": "--evaluation.every",
@@ -198,7 +198,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "dataset_mixture": "--data.path, --data.more_paths and --data.repeats",
     "datasets": "--data.path, --data.more_paths and --data.repeats",
     "dataset_config_name": "--data.path (owner/name:configuration)",
-    "dataset_config": "--data.path and other options of data, which a YAML file may hold",
+    "dataset_config": "--data.path and other options of data, which a YAML file may contain",
     "in_json": "--data.path, where a folder may have captions in metadata.jsonl",
     "dataset_split": "--data.split",
     "dataset_train_split": "--data.split",
@@ -300,5 +300,5 @@ def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
         return f"there is {remedy}"
     named = [word.strip(",:").removeprefix("--") for word in remedy.split() if word.startswith("--")]
     if named and not set(named) & set(known):
-        return f"no option stands for it (other recipes have {remedy})"
+        return f"no option corresponds to it (other recipes have {remedy})"
     return f"use {remedy}"

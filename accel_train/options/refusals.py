@@ -32,7 +32,7 @@ def impossible_text(key: str, value: object) -> str | None:
     if found:
         # For a path, only the name that contains them.
         part = value[value.rfind("/", 0, found.start()) + 1 : found.end()]
-        return f"{cut(value)} is refused: text in valid UTF-8 is required, and {part!r} is none"
+        return f"{cut(value)} is refused: text in valid UTF-8 is required, and {part!r} is not valid"
     if not key.endswith(PLACES):
         return None
     return too_long(value)
@@ -49,7 +49,7 @@ def missing_default(preset: str, presets: Path, names: Callable[[], Sequence[str
     if offered:
         choice = f"start with one of {', '.join(offered)}"
     raise UsageError(
-        f"{path}: no such file, and without a preset on the command line it is read; write it, {choice}, or name "
+        f"{path}: no such file, and it is read when the command line has no preset; write it, {choice}, or name "
         "another one in the recipe: load_config(default_preset=...)"
     )
 
@@ -209,9 +209,9 @@ def refuse_moved(file: Path, output_dir: object, changed: Container[str]) -> Non
         return
     place = output_dir if written == Path(output_dir) else f"{output_dir}, here {written},"
     raise UsageError(
-        f"{file}: output_dir: {place} is not {run}, the directory of the run that the file lies in: the run has been "
+        f"{file}: output_dir: {place} is not {run}, the directory of the run that contains the file: the run has been "
         f"moved or copied, or was started from another working directory; give --output_dir {shlex.quote(str(run))} to "
-        "go on with it, or another --output_dir for a new run"
+        "continue it, or another --output_dir for a new run"
     )
 
 

@@ -325,9 +325,9 @@ def test_a_wrong_path_is_refused_with_what_is_there(tmp_path: Path, command: str
     (tmp_path / "file.txt").write_text("")
     more = [str(tmp_path / word) if word in ("out", "other") else word for word in WITH_A_PLACE[command]]
     for place, says in (
-        (tmp_path / "runs" / "mien", r"does not exist \(.*runs holds mine\)"),
+        (tmp_path / "runs" / "mien", r"does not exist \(.*runs contains mine\)"),
         (tmp_path / "file.txt", "is a file|not a sound safetensors file"),
-        (tmp_path / "runs", "it holds mine|holds mine|but mine"),
+        (tmp_path / "runs", "it contains mine|but mine"),
     ):
         with pytest.raises(UsageError, match=says):
             call(command, place, *more)
@@ -341,7 +341,7 @@ def test_what_was_never_finished_is_no_checkpoint(run: Path) -> None:
         call("verify", unfinished)
     (run / "empty" / "checkpoints").mkdir(parents=True)
     for command in ("verify", "export"):
-        with pytest.raises(UsageError, match="holds no checkpoint"):
+        with pytest.raises(UsageError, match="contains no checkpoint"):
             call(command, run / "empty", *([str(run / "out")] if command == "export" else []))
 
 
@@ -794,7 +794,7 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
             call("export", place, tmp_path / "out", *flags)
     assert {p.name for p in tmp_path.iterdir()} == {"large", "broken", "damaged"}
     assert call("export", places["fp16"][0], tmp_path / "out", "--precision", "bf16") == 0
-    with pytest.raises(UsageError, match=r"holds assets, config.json, experiment.json, .*; give a"):
+    with pytest.raises(UsageError, match=r"contains assets, config.json, experiment.json, .*; give a"):
         call("export", places["fp16"][0], tmp_path / "out")
 
 
@@ -940,7 +940,7 @@ def test_where_there_are_several_one_must_be_named(tmp_path: Path) -> None:
     write(tmp_path / "in", "model.fp16", x=torch.ones(2).half())
     assert_same(converted(tmp_path / "in", tmp_path / "a"), {"x": torch.ones(2)})
     write(tmp_path / "in", "model.bf16", x=torch.zeros(2).bfloat16())
-    with pytest.raises(UsageError, match=r"holds model.bf16, model.fp16; choose one with --stem"):
+    with pytest.raises(UsageError, match=r"contains model.bf16, model.fp16; choose one with --stem"):
         call("convert", tmp_path / "in", tmp_path / "b")
     with pytest.raises(UsageError, match=r"has no such weights; it has model.bf16, model.fp16"):
         call("convert", tmp_path / "in", tmp_path / "b", "--stem", "model")
@@ -1033,7 +1033,7 @@ def test_ours_is_not_converted_nor_written_into_a_run(run: Path, tmp_path: Path)
             call("convert", place, tmp_path / "out")
     sound = write(tmp_path / "sound", x=torch.ones(1))
     for place in (run, run / "checkpoints", run / "checkpoints" / name(0)):
-        with pytest.raises(UsageError, match="lies in the run"):
+        with pytest.raises(UsageError, match="is inside the run"):
             call("convert", sound, place)
     assert steps_in(run) == [10, 20, 30]
 

@@ -200,7 +200,7 @@ FILES = {
         ("many", "demo", r"global_batch_size: 64 is smaller than the 65 processes"),
         ("good", "dmeo", r"preset 'dmeo' does not exist"),
         ("good", "demo --seed=-1", r"seed: -1 is refused"),
-        ("good", "demo --gradient_accumulation_steps 4", r"a name of other scripts"),
+        ("good", "demo --gradient_accumulation_steps 4", r"a name from other scripts"),
     ],
 )
 def test_check_refuses_what_a_start_would(file: str, arguments: str, says: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_check_refuses_what_is_no_recipe(tmp_path: Path) -> None:
     for name, says in (
         ("none.py", "there is no such file"),
         ("other.py", "it defines no main"),
-        ("preset.yaml", "is no recipe, a Python file is required; options follow it: RECIPE .*preset.yaml"),
+        ("preset.yaml", "not a recipe; a Python file is required, and options follow it: RECIPE .*preset.yaml"),
     ):
         with pytest.raises(UsageError, match=says):
             call("check", "--config_file", str(PRESETS / "ddp.yaml"), str(tmp_path / name))

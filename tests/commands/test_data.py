@@ -183,7 +183,7 @@ def test_clearing_leaves_what_is_in_use_or_young(tmp_path: Path, capsys: pytest.
     assert run("cache", "clear", cache=tmp_path) == 0
     out = capsys.readouterr().out
     assert "2 entries deleted" in out
-    assert "1 entries stay: a live run uses them" in out
+    assert "1 entries are kept: a live run uses them" in out
     assert [entry.file.stem for entry in entries(cache.root)] == [f"{1:064x}"]
     lease.close()
     assert run("cache", "clear", cache=tmp_path) == 0

@@ -109,6 +109,6 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_fault_of_the_destination(
         shutil.rmtree(checkpoint)
 
     monkeypatch.setattr(export, "write_collection", deleting)
-    with pytest.raises(UsageError, match=r"notes\.txt: cannot be read \(No such file.*take a newer one"):
+    with pytest.raises(UsageError, match=r"notes\.txt: cannot be read \(No such file.*use a newer one"):
         cli._main(["export", str(checkpoint), str(tmp_path / "out")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -61,7 +61,7 @@ def test_a_copy_has_the_recipe_its_presets_and_the_launch_files(
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("kept")
-    with pytest.raises(UsageError, match=r"holds mine\.txt; give a directory that does not exist or is empty"):
+    with pytest.raises(UsageError, match=r"contains mine\.txt; give a directory that does not exist or is empty"):
         cli._main(["init", str(tmp_path)])
     with pytest.raises(UsageError, match="is a file"):
         cli._main(["init", str(tmp_path / "mine.txt")])

@@ -217,7 +217,10 @@ def test_the_quality_of_a_base_is_that_of_its_objective(
     [
         (("--steps", "train"), r"plan.yaml: there is no plan yet; run the step plan first"),
         (("--steps", "bake"), r"steps: 'bake' is refused"),
-        (("--data.path", "elsewhere"), r"--data.path elsewhere: here it is the word after `accel-train lora`"),
+        (
+            ("--data.path", "elsewhere"),
+            r"--data.path elsewhere: in this command it is the word after `accel-train lora`",
+        ),
         (("--network_dim", "3"), r"use --lora.rank"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_plan_with_overwrite_does_not_delete_the_run_at_each_start(
     plan.write_text(plan.read_text() + "overwrite: true\n")
     assert call(run, "--steps", "train") == 0
     assert not started[0].overwrite
-    assert "overwrite removed, because a plan is for every start" in capsys.readouterr().out
+    assert "overwrite removed, because a plan applies to every start" in capsys.readouterr().out
     assert "overwrite" not in read_tree(plan)
 
 
@@ -107,7 +107,10 @@ def test_an_earlier_evaluation_of_other_data_is_not_taken_for_that_of_the_run(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--overwrite", "--steps", "plan"), r"--overwrite True: of the step train, which is not among --steps"),
+        (
+            ("--overwrite", "--steps", "plan"),
+            r"--overwrite True: belongs to the step train, which is not among --steps",
+        ),
         (("--allow", "precision", "--steps", "export"), r"--allow precision: of the step train"),
         (("--cache_only",), r"--cache_only: here it is the step cache; give --steps cache"),
     ],

@@ -141,7 +141,7 @@ def test_an_export_that_is_not_run_here_is_written_and_says_so(
     bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli._main(["export", str(field_run(tmp_path / "run")), str(tmp_path / "out")]) == 0
-    assert "are written and were not run here (torch is not installed" in capsys.readouterr().out
+    assert "were written but not run here (torch is not installed" in capsys.readouterr().out
     assert (tmp_path / "out" / "verify.py").is_file()
 
 

@@ -181,7 +181,7 @@ def test_a_file_is_fixed_and_keeps_its_comments(tmp_path: Path, capsys: pytest.C
     given = "--collective_timeout_seconds is given on the command line: give 1800 there\n"
     assert f"short-collective-timeout: {given}" in shown
     assert "\n-  keep_last: 1   # small disk\n+  keep_last: 3   # small disk\n" in shown
-    assert f"{file} is changed; the former one is mine.yaml.orig\n" in shown
+    assert f"{file} is changed; the original is kept as mine.yaml.orig\n" in shown
     # Other betas would be another experiment.
     assert "findings: 0 error(s), 2 warning(s)\n  warning short-collective-timeout" in shown
     assert "\n  warning swapped-betas: optimizer.betas: [0.99, 0.9]\n" in shown
@@ -198,7 +198,9 @@ def test_a_file_that_a_start_would_then_refuse_stays(tmp_path: Path, monkeypatch
     file = tmp_path / "mine.yaml"
     file.write_text(MINE)
     monkeypatch.setattr("accel_train.commands.check.fix_file", _break_file)
-    with pytest.raises(UsageError, match=r"--fix: .*mine\.yaml is as it was, because a start would refuse .*keep_lost"):
+    with pytest.raises(
+        UsageError, match=r"--fix: .*mine\.yaml is left as it was, because a start would refuse .*keep_lost"
+    ):
         check("--fix", RECIPE, str(file))
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
     assert file.read_text() == MINE

@@ -111,7 +111,7 @@ def test_a_notebook_may_give_numbers_and_paths(presets: Path) -> None:
             r"argument 2 behind --optimizer.betas is \(0\.9, 0\.95\) of type tuple: text",
         ),
         ([["demo"]], r"argument 1 is \['demo'\] of type list: "),
-        ("demo", r"'demo': one text, a list of words is required, as in main\(\['--max_steps', '5'\]\)"),
+        ("demo", r"'demo': one string is given, and a list of words is required, as in main\(\['--max_steps', '5'\]\)"),
     ],
 )
 def test_what_no_command_line_has_is_refused_by_name(presets: Path, argv: Sequence[object], message: str) -> None:
@@ -416,9 +416,9 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("dmo", r"preset 'dmo' does not exist \(did you mean 'demo'\?\); presets are demo, large"),
         ("none.yaml", r"there is no such file"),
         ("some/where", r"there is no such file"),
-        ("demo --learning_rate 1", r"--learning_rate is a name of other scripts; here use --optimizer\.lr"),
-        ("demo --network_dim 4", r"here no option stands for it \(other recipes have --lora\.rank\)"),
-        ("demo --enable_bucket", r"here no option stands for it \(other recipes have --data\.resolutions"),
+        ("demo --learning_rate 1", r"--learning_rate is a name from other scripts; here use --optimizer\.lr"),
+        ("demo --network_dim 4", r"here no option corresponds to it \(other recipes have --lora\.rank\)"),
+        ("demo --enable_bucket", r"here no option corresponds to it \(other recipes have --data\.resolutions"),
         ("demo --cache_latents", r"here there is none: what encoders compute is always cached"),
         ("demo --gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),
         (
@@ -520,8 +520,8 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("options", "flag", "message"),
     [
-        (PictureOptions, "--text", "here use --prompt of a model of pictures"),
-        (LanguageOptions, "--prompt", "here use --text of a language model"),
+        (PictureOptions, "--text", "here use --prompt for a model of pictures"),
+        (LanguageOptions, "--prompt", "here use --text for a language model"),
     ],
 )
 def test_the_flag_of_another_kind_of_model_is_refused_with_its_own(options: type, flag: str, message: str) -> None:

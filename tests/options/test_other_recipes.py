@@ -60,7 +60,7 @@ def test_the_config_of_a_run_of_another_recipe_is_refused_with_its_command(owner
     path = tmp_path / "config.yaml"
     path.write_text(config_text(config))
     said = refused("mmdit.py", str(path))
-    assert f"Every option of the file is one of recipes/{owner}: python recipes/{owner} {path}" in said
+    assert f"Every option in the file belongs to recipes/{owner}: python recipes/{owner} {path}" in said
     assert "Presets" not in said
 
 

@@ -85,7 +85,11 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
         ("lora", "--max_token_length", "there is none: not available in this recipe"),
         ("lora", "--scale_weight_norms", "there is none: not available in this recipe"),
         ("lora", "--min_timestep", "there is none: not available in this recipe"),
-        ("lora", "--v_parameterization", "no option stands for it (other recipes have --latent.prediction of a model"),
+        (
+            "lora",
+            "--v_parameterization",
+            "no option corresponds to it (other recipes have --latent.prediction for a model",
+        ),
         ("mmdit", "--prediction_type", "use --latent.prediction"),
         ("lora", "--random_crop", "use --data.crop random"),
         ("lora", "--logit_mean", "use --times.logit_mean with the other sign"),
@@ -105,14 +109,14 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
         ("causal_lm", "--eval_steps", "use --evaluation.every"),
         ("causal_lm", "--push_to_hub", "use --hub.repo_id"),
         ("causal_lm", "--warmup_ratio", "use --schedule.warmup_steps, a number of steps"),
-        ("causal_lm", "--assistant_only_loss", "there is none: of completions and chats only what the model is to"),
+        ("causal_lm", "--assistant_only_loss", "there is none: in completions and chats, only what the model is to"),
         ("causal_lm", "--use_liger_kernel", "use --model.loss_chunk 1024 (tokens whose logits"),
         ("causal_lm", "--liger_fused_linear_cross_entropy", "use --model.loss_chunk 1024"),
         ("causal_lm", "--chunked_cross_entropy", "use --model.loss_chunk 1024"),
-        ("lora", "--use_liger_kernel", "no option stands for it (other recipes have --model.loss_chunk 1024"),
-        ("causal_lm", "--random_crop", "no option stands for it (other recipes have --data.crop random)"),
+        ("lora", "--use_liger_kernel", "no option corresponds to it (other recipes have --model.loss_chunk 1024"),
+        ("causal_lm", "--random_crop", "no option corresponds to it (other recipes have --data.crop random)"),
     ],
 )
 def test_it_is_refused_with_the_name_used_here(recipe: str, flag: str, says: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"{flag} is a name of other scripts; here {says}")):
+    with pytest.raises(UsageError, match=re.escape(f"{flag} is a name from other scripts; here {says}")):
         load_config(RECIPES[recipe], [flag, "1"], presets=PRESETS, default_preset=DEMOS[recipe])

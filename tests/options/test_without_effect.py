@@ -308,7 +308,7 @@ def test_that_of_a_file_gives_way_too(flag: str, options: list[str], tmp_path: P
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        ("nonsense", r"allow: 'nonsense' is no option of this experiment; name"),
+        ("nonsense", r"allow: 'nonsense' is not an option of this experiment; name"),
         ("lr", r"\(did you mean 'optimizer\.lr'"),
         ("seed optimizer.lrr", r"allow: 'optimizer\.lrr' is no option .*\(did you mean 'optimizer\.lr'\?\)"),
         ("optimiser", r"\(did you mean 'optimizer'\?\)"),

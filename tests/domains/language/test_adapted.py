@@ -379,7 +379,7 @@ def test_the_start_says_what_an_adapter_on_a_tied_head_changes() -> None:
 
 def test_merging_needs_adapters(tmp_path: Path) -> None:
     whole = language_run(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"holds no adapters, so there is nothing to merge; leave --merged out"):
+    with pytest.raises(UsageError, match=r"contains no adapters, so there is nothing to merge; leave --merged out"):
         cli._main(["export", str(whole), str(tmp_path / "out"), "--merged"])
     assert not (tmp_path / "out").exists()
 
