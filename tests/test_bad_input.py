@@ -311,7 +311,7 @@ FLAGS = [
     Row(
         "I39-memory-on-a-cpu",
         "--profile.memory --profile.steps 1:2",
-        r"profile\.memory: true: torch records the allocations of CUDA alone, and this run is on cpu; leave it out",
+        r"profile\.memory: true: torch records the allocations of CUDA only, and this run is on cpu; leave it out",
     ),
     Row("I41-negative", "--seed=-1", r"seed: -1 is refused: .*greater than or equal to 0"),
     Row("I41-large", "--seed 4294967296", r"seed: 4294967296 is refused: .*less than 4294967296"),

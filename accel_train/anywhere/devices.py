@@ -41,7 +41,7 @@ class ListedDevices:
         found = _number_in(self.path)
         if found is None:
             raise UsageError(
-                f"devices: {self.path}: a file with one number from 0 to {LARGEST} is required, the devices to use; "
+                f"devices: {self.path}: a file with one number from 0 to {LARGEST}, the devices to use, is required; "
                 f"write it, as with: echo 4 > {self.path}"
             )
         self._last = found
@@ -56,8 +56,8 @@ class ListedDevices:
         # Not after the first miss, because the file may just be being written.
         if self._misses == LOOKS_BEFORE_A_WORD:
             print(
-                f"accel-train run: {self.path} has no number from 0 to {LARGEST} any more; going on with {self._last} "
-                "until it has one",
+                f"accel-train run: {self.path} no longer has a number from 0 to {LARGEST}; continuing with "
+                f"{self._last} until it has one",
                 file=sys.stderr,
                 flush=True,
             )
@@ -84,7 +84,7 @@ class VisibleDevices:
         if found is None:
             raise UsageError(
                 "devices: a process that counts the accelerators with torch failed or took longer than "
-                f"{LONGEST_SECONDS:g} s; mend that, or give the number in a file with --devices"
+                f"{LONGEST_SECONDS:g} s; fix that, or give the number in a file with --devices"
             )
         self._last = found
         self._is_cpu = found == 0

@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anywhere",
         action="store_true",
-        help="required: it allows the layout to change between starts. `accel-train launch` keeps one",
+        help="required: it allows the layout to change between starts. `accel-train launch` keeps it fixed",
     )
     parser.add_argument(
         "--config_file",
@@ -57,9 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="memory of one GPU in GiB, or auto for that of the smallest one here: `accel-train plan` then chooses "
         "strategy, micro-batch and activation checkpointing for each number of devices",
     )
-    parser.add_argument("--rehearse", action="store_true", help="CPU processes in the place of the devices")
+    parser.add_argument("--rehearse", action="store_true", help="CPU processes instead of the devices")
     parser.add_argument(
-        "--max_restarts", type=int, default=3, help="failed starts in a row without a new checkpoint; default: 3"
+        "--max_restarts",
+        type=int,
+        default=3,
+        help="failed starts in a row without a new checkpoint that are allowed; default: 3",
     )
     parser.add_argument(
         "--grace_seconds",

@@ -122,7 +122,7 @@ def _read_files(files: Sequence[str]) -> list[tuple[int, Path, str]]:
         processes = machine.num_processes
         if machine.num_machines > 1:
             raise UsageError(
-                f"config_file: {path} is for {machine.num_machines} machines, and `run --anywhere` serves one; start "
+                f"config_file: {path} is for {machine.num_machines} machines, and `run --anywhere` manages one; start "
                 "it with `accel-train launch` on each"
             )
         if processes is None:

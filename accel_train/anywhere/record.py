@@ -164,7 +164,9 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
     worst = largest(differences)
     # In a lower precision the layout decides how sums are rounded, so the difference is only reported.
     if precision == "fp32" and worst > TOLERANCE:
-        problems.append(f"a repeated step has another loss: {worst:.1e} relative, and at most {TOLERANCE:.0e} is due")
+        problems.append(
+            f"a repeated step has another loss: {worst:.1e} relative, and at most {TOLERANCE:.0e} is allowed"
+        )
     layouts = tuple(dict.fromkeys(segment.layout for segment in trained))
     return Verdict(tuple(problems), reached, layouts, len(differences), worst)
 

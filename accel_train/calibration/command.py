@@ -21,8 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     if is_launched(os.environ):
         if given:
             raise UsageError(
-                f"{given[0]}: {getattr(arguments, given[0])}: a launcher has started this process, and decides; leave "
-                f"--{given[0]} out, or call accel-train calibrate without the launcher"
+                f"{given[0]}: {getattr(arguments, given[0])}: a launcher has started this process, and decides this; "
+                f"leave --{given[0]} out, or run accel-train calibrate without the launcher"
             )
         from accel_train.calibration import program
 

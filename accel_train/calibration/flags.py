@@ -65,11 +65,11 @@ def _output(text: str) -> Path:
     path = expand_path(text)
     folder = path.parent
     if not folder.is_dir():
-        raise UsageError(
-            f"output: {path}: {folder} is no directory of yours; one is required. Make it, or give another"
-        )
+        raise UsageError(f"output: {path}: {folder} is not a directory; one is required. Make it, or give another")
     # Refused before the measurement. An older calibration may be replaced: that is checked when the file is written.
     if path.suffix != ".json":
-        raise UsageError(f"output: {path}: a name that ends in .json is required, by which --device knows the file")
+        raise UsageError(
+            f"output: {path}: a name that ends in .json is required, by which --device recognises the file"
+        )
     refuse_unusable_folder(f"output: {path}", folder)
     return path

@@ -21,7 +21,7 @@ from accel_train.precision import Precision, dtype_of
 
 LINKS_SHARE = 0.4
 """Share of the time spent on collectives if there are several processes."""
-ONE_PROCESS = "not measured: one process; a plan for several takes a rule"
+ONE_PROCESS = "not measured: one process; a plan for several uses a rule"
 
 
 @dataclass(frozen=True)

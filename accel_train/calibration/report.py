@@ -22,8 +22,8 @@ def describe(calibration: Calibration) -> str:
     if noisy:
         lines += [
             "",
-            f"noisy, with quartiles more than {NOISY:.0%} apart: {', '.join(noisy)}. Something else runs here, or the "
-            f"clock of the device varies; {AGAIN} while it is idle",
+            f"noisy, with quartiles more than {NOISY:.0%} apart: {', '.join(noisy)}. Something else is running here, "
+            f"or the clock of the device varies; {AGAIN} while it is idle",
         ]
     return "\n".join(lines)
 

@@ -80,7 +80,7 @@ def build_parser(
     _add_data(commands.add_parser("data", help=text, description=text), recipes)
     text = "train adapters on a dataset of pictures: check, plan for this machine, cache, train, validate, export"
     _add_lora(commands.add_parser("lora", help=text, description=text))
-    text = "watch runs in the terminal: progress, losses, throughput; exit code 3 while an alert stands"
+    text = "watch runs in the terminal: progress, losses, throughput; exit code 3 while an alert is active"
     add_monitor(commands.add_parser("monitor", help=text, description=text))
     text = "write one HTML file about runs: curves, events, evaluations, samples, how to resume"
     add_report(commands.add_parser("report", help=text, description=text))
@@ -126,8 +126,8 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
 def add_rows_flags(rows: argparse.ArgumentParser) -> None:
     """Add the flags of ``accel-train data rows``, which may be given before or after the recipe."""
     rows.add_argument("--count", type=int, default=4, help="rows to print; default: 4")
-    rows.add_argument("--heldout", action="store_true", help="held-out rows in place of the first training rows")
-    text = "print a table in place of the text: id, piece, learned (0 or 1) and position of each token"
+    rows.add_argument("--heldout", action="store_true", help="held-out rows instead of the first training rows")
+    text = "print a table instead of the text: id, piece, learned (0 or 1) and position of each token"
     rows.add_argument("--ids", action="store_true", help=text)
 
 
@@ -147,7 +147,7 @@ def _add_data(
     cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")
     for parser in (check, cache):
         parser.add_argument(
-            "arguments", nargs=argparse.REMAINDER, help="flags; --help behind them lists all"
+            "arguments", nargs=argparse.REMAINDER, help="flags; --help after them lists all"
         ).required = False
 
 
@@ -156,7 +156,7 @@ def _add_lora(lora: argparse.ArgumentParser) -> None:
     lora.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
-        help="--base MODEL, then any option of the recipe; --help behind the dataset lists its own",
+        help="--base MODEL, then any option of the recipe; --help after the dataset lists its own",
     ).required = False
 
 
@@ -221,7 +221,7 @@ def _add_check(check: argparse.ArgumentParser) -> None:
     form = check.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="findings with all fields, for programs")
     form.add_argument(
-        "--fix", action="store_true", help="change the values in your YAML file; the former one stays as FILE.orig"
+        "--fix", action="store_true", help="change the values in your YAML file; the original is kept as FILE.orig"
     )
     check.add_argument("--ignore", action="append", default=[], metavar="RULE", help="silence a rule; may be repeated")
     check.add_argument("--explain", action=_Explain, metavar="RULE", help="print a rule with its reason and source")
@@ -272,7 +272,7 @@ def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None
         "--tolerance",
         type=float,
         default=1e-5,
-        help="losses this close, relative to A, are equal",
+        help="losses this close, relative to A, count as equal",
     )
     compare.add_argument("--keep_checkpoints", action="store_true", help="keep the checkpoints of the runs")
 
@@ -313,7 +313,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         choices=("model", "ema"),
         help="trained weights or their EMA (default: the EMA where there is one, as in an evaluation)",
     )
-    export.add_argument("--merged", action="store_true", help="adapters: the whole model that they make of their base")
+    export.add_argument(
+        "--merged", action="store_true", help="for adapters: the whole model, with the adapters merged into their base"
+    )
 
 
 def _add_push(push: argparse.ArgumentParser) -> None:
@@ -342,7 +344,7 @@ def _add_prune(prune: argparse.ArgumentParser) -> None:
         "--dry-run",
         "--dry_run",  # options of recipes are written with underscores
         action="store_true",
-        help="list deletions, and the reasons for the rest to stay, without deleting",
+        help="list deletions, and the reasons for keeping the rest, without deleting",
     )
     # Named as in `checkpoints`, because they override the run's options by name.
     for name in ("keep_last", "keep_best", "keep_every", "keep_window_steps", "keep_state_last"):

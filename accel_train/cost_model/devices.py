@@ -155,7 +155,7 @@ def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
         "copied": f"{LINK_SHARE:.0%} of {host.link_gbs:g} GB/s of {host.link}, {RULE}",
         "on_host": f"{times.HOST_MEMORY_SHARE:.0%} of {host.memory_gbs:g} GB/s of {host.memory}{shared}, {RULE}",
     }
-    source = f"rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule"
+    source = f"rates from the data sheet ({device.source}); their shares measured on an H200, those of links by a rule"
     return Rated(name, times.rates_of(device, peak, gpus), origins, source)
 
 
@@ -164,8 +164,8 @@ def by_calibration(name: str, calibration: Calibration, precision: str, gpus: in
     machine = calibration.machine
     if machine.precision != precision:
         raise UsageError(
-            f"device: {name}: measured in {machine.precision}, and the step is of precision {precision}: a calibration "
-            f"of the same is required. Give --precision {machine.precision}, or measure: accel-train calibrate "
+            f"device: {name}: measured in {machine.precision}, and the step is in precision {precision}: a calibration "
+            f"in the same is required. Give --precision {machine.precision}, or measure: accel-train calibrate "
             f"--precision {precision}"
         )
     figures = calibration.figures
@@ -284,7 +284,7 @@ def name_in_table(name: str) -> str:
         meant = f" (did you mean one of {', '.join(forms)}?)"
     raise UsageError(
         f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
-        f"{', '.join(DEVICES)}{meant}; give one of them, measure another one by accel-train calibrate, or leave "
+        f"{', '.join(DEVICES)}{meant}; give one of them, measure another one with accel-train calibrate, or leave "
         "--device out to do without a step time"
     )
 

@@ -114,7 +114,7 @@ class Machines:
         """Raise ``UsageError`` for a link between machines if each of the numbers of processes is within one."""
         if self.network is not None and max(numbers) <= self.gpus:
             raise UsageError(
-                f"link: {self.name}: {max(numbers):,} process(es) are within one machine of {self.gpus} GPUs, so that "
+                f"link: {self.name}: {max(numbers):,} process(es) are within one machine of {self.gpus} GPUs, so "
                 f"nothing is sent between machines; leave --link out, give more --num_processes than {self.gpus}, or a "
                 "smaller --gpus_per_machine"
             )
@@ -132,7 +132,7 @@ class Machines:
             )
         if self.network is None:
             raise UsageError(
-                f"link: not given: {processes:,} processes are {processes // self.gpus:,} machines of {self.gpus} "
+                f"link: not given: {processes:,} processes fill {processes // self.gpus:,} machines of {self.gpus} "
                 f"GPUs, and a link between them is required: {', '.join(NETWORKS)}; give one of them, such as --link "
                 "infiniband-ndr"
             )

@@ -179,7 +179,7 @@ def _check_keys(tree: Mapping[str, Any]) -> None:
         raise ValueError(f"its format is {tree.get('format')!r}, not {FORMAT}")
     for key in invalid_keys(Calibration, tree, ()):
         name = ".".join(key.path)
-        raise ValueError(f"{name} is no group of keys" if key.is_group else f"unknown key {name}")
+        raise ValueError(f"{name} is not a group of keys" if key.is_group else f"unknown key {name}")
     flat = flatten(tree)
     for name, kind in option_types(Calibration).items():
         if name not in flat:

@@ -79,10 +79,10 @@ class Scaling:
             return "what pays: unknown, as each of these numbers is larger than the global batch of the config"
         last, following, found = pays
         if following is None:
-            return f"pays up to {last.processes:,} processes, the most of them that were compared"
+            return f"pays up to {last.processes:,} processes, the most that were compared"
         return (
             f"pays up to {last.processes:,} processes: beyond, doubling them gains less than {PAYS:.0%} in samples per "
-            f"second (from {last.processes:,} to {following.processes:,} {found:+.0%} by each doubling)"
+            f"second (from {last.processes:,} to {following.processes:,} {found:+.0%} per doubling)"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def require_samples(metrics: Mapping[str, Tensor], weight: Tensor) -> None:
         if values.shape != weight.shape:
             raise UsageError(
                 f"metrics_of: {name!r} has shape {tuple(values.shape)}, and one value for each of the {len(weight)} "
-                f"samples of the batch, {tuple(weight.shape)}, is required; give no mean over them (reduction='none'), "
-                "and sum or average over further dimensions, as by .flatten(1).mean(1)"
+                f"samples of the batch, {tuple(weight.shape)}, is required; do not average over them "
+                "(reduction='none'), and sum or average over any further dimensions, as by .flatten(1).mean(1)"
             )
 
 

@@ -182,12 +182,12 @@ def decide(gate: Gate, values: Sequence[float]) -> Decision:
     if value.low is None or value.high is None:
         reason = "a value is infinite"
         if len(values) == 1:
-            reason = "one value, so no interval: it decides"
+            reason = "one value, so no interval: the value decides"
         verdict = "passed" if gate.holds(value.median) else "FAILED"
         return Decision(gate, value, verdict, reason)
     ends = [gate.holds(value.low), gate.holds(value.high)]
     if all(ends):
         return Decision(gate, value, "passed", "the whole interval meets the target")
     if any(ends):
-        return Decision(gate, value, "not decided", "the interval includes the target, which is no failure")
+        return Decision(gate, value, "not decided", "the interval includes the target, which is not a failure")
     return Decision(gate, value, "FAILED", "the interval excludes the target")

@@ -184,7 +184,7 @@ class _Console(logging.StreamHandler[TextIO]):
             return
         discard_unread_output()
         logging.getLogger().removeHandler(self)
-        logger.warning("the console cannot be written (%s); what follows is in this log alone", error)
+        logger.warning("the console cannot be written (%s); what follows is only in this log", error)
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

@@ -54,7 +54,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         if not self.trackers:
-            because = "without log.trackers, which alone show it"
+            because = "without log.trackers, and only trackers show it"
             instead = "give --log.trackers tensorboard or another one"
             refuse_without_effect(self, "log", ["project", "run_name"], because, instead)
 

@@ -82,6 +82,6 @@ def _slower_in_host_memory(space: Space, goal: Goal, earlier: Sequence[Chain], f
     if times < 1:
         return None
     return (
-        f"takes at least {times:.2f} times as long as {fastest.candidate}: by products, attention, and states that are "
-        "copied from and updated in host memory"
+        f"takes at least {times:.2f} times as long as {fastest.candidate}: counting products, attention, and states "
+        "that are copied from and updated in host memory"
     )

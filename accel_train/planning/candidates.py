@@ -39,10 +39,10 @@ NOT_CONSIDERED: Mapping[str, str] = {
     "needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
     f"{MODE} attention and ffn": "their memory and time lie between those of none and full",
-    "precision, float8, optimizer": "part of the experiment: others train other weights",
-    "attention": "auto takes the fastest kernel that is right, at each start",
+    "precision, float8, optimizer": "part of the experiment: other values train other weights",
+    "attention": "auto picks the fastest correct kernel at each start",
     "sync": "left as the preset and the flags set it",
-    "compile": "simulated as off, because a compiler decides by itself what it keeps; written as preset or flag say",
+    "compile": "simulated as off, because a compiler decides for itself what it keeps; written as preset or flag says",
 }
 """Options that are left out, with the reason. Named in every plan."""
 
@@ -151,7 +151,7 @@ def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
     """Raise ``UsageError`` for options that contradict what a plan varies."""
     if config.activation_checkpointing.offload:
         raise UsageError(
-            f"{OFFLOAD}: true: a plan is by simulation, where host and device are one memory; false is required. Plan "
+            f"{OFFLOAD}: true: a plan is simulated, with one memory for host and device; false is required. Plan "
             "without it: what fits then fits with it"
         )
     blocks = config.activation_checkpointing.blocks
@@ -168,8 +168,8 @@ def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
         )
     if config.memory.fraction < 1:
         raise UsageError(
-            f"memory.fraction: {config.memory.fraction:g}: a plan has the memory of a GPU from --vram_gib; give that "
-            "share of it there, and leave memory.fraction out"
+            f"memory.fraction: {config.memory.fraction:g}: a plan takes the memory of a GPU from --vram_gib; give "
+            "that share of it there, and leave memory.fraction out"
         )
 
 

@@ -78,8 +78,8 @@ def not_needed(probe: Probe, budget: Budget) -> str:
     """Describe why ``probe``, which holds all states, needs no sharding, and the speed that would justify it."""
     states = probe.states / GIB
     return (
-        f"the states take {states:.2f} of {budget.vram_gib:g} GiB whole, and a model that counts no hooks has to show "
-        f"it {UNDERSTATED:g} times as fast"
+        f"the states take {states:.2f} of {budget.vram_gib:g} GiB whole, so it has to be {UNDERSTATED:g} times as fast "
+        "in a model that does not count its hooks"
     )
 
 

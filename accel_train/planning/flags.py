@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host_gib", type=float, help="memory of the machine in GiB, for an offload; default: that of this machine"
     )
     parser.add_argument("--step", type=int, help="number of the simulated step, from 1; default: the middle of the run")
-    parser.add_argument("--explain", action="store_true", help="also list what was tried, and by how much it misses")
+    parser.add_argument("--explain", action="store_true", help="also list what was tried, and by how much it missed")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the origin of each figure")
     parser.add_argument("--write", metavar="DIR", help="write launch.yaml and preset.yaml for `accelerate launch`")
 

@@ -98,7 +98,7 @@ class Plan:
         # Only the two ends were simulated for this goal.
         if self.goal == "memory" and len(self.space.sizes) > 1:
             ends = [self.space.sizes[0], self.space.sizes[-1]]
-            return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"
+            return f"of the ends, {ends[0]} and {ends[1]}, the one with less memory"
         if self.chosen.candidate.micro_batch_size < size:
             return self._reason_of_smaller_size()
         if size == self.space.share:
@@ -124,7 +124,7 @@ class Plan:
         times = nearest.time.total / self.chosen.time.total
         return (
             f"{nearest.candidate.micro_batch_size} fits with {nearest.checkpointed} blocks of mode "
-            f"{nearest.candidate.mode}, and takes {times:.2f} times as long"
+            f"{nearest.candidate.mode}, but takes {times:.2f} times as long"
         )
 
     def _reason_of_blocks(self) -> str:
@@ -137,7 +137,7 @@ class Plan:
         if self.goal == "memory":
             needed = nearest.needed_gib(self.budget)
             more = difference(needed - self.chosen.needed_gib(self.budget))
-            return f"the fewest of the least memory: with {fewer} it needs {needed:.2f} GiB, {more} more"
+            return f"the fewest with the least memory: with {fewer} it needs {needed:.2f} GiB, {more} more"
         return f"the fewest that fit: with {fewer} it needs {self._over(nearest)}"
 
     def _simulated(self, candidate: Candidate) -> Probe | None:
@@ -198,7 +198,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     return (
         f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
         f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
-        f"{states:.2f}, activations {activations:.2f}; beside all tensors {', '.join(rules)}"
+        f"{states:.2f}, activations {activations:.2f}; besides all tensors, {', '.join(rules)}"
         f"{_offloads_ruled_out(chains)}. What helps: {'; '.join(helps)}"
     )
 
@@ -229,7 +229,7 @@ def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
         return _at_least_host_memory(budget, chains)
     needed = nearest.needed_host_gib(budget) / (1 - MARGIN_SHARE)
     file = LAUNCH_FILES[nearest.candidate.strategy]
-    return [f"a machine with {math.ceil(needed)} GiB of memory in place of {budget.host_gib:.4g}, for {file}"]
+    return [f"a machine with {math.ceil(needed)} GiB of memory instead of {budget.host_gib:.4g}, for {file}"]
 
 
 def _at_least_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
@@ -242,7 +242,7 @@ def _at_least_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
     if not least:
         return []
     return [
-        f"a machine with at least {math.ceil(min(least.values()))} GiB of memory in place of {budget.host_gib:.4g}, "
+        f"a machine with at least {math.ceil(min(least.values()))} GiB of memory instead of {budget.host_gib:.4g}, "
         f"for {' or '.join(least)}"
     ]
 

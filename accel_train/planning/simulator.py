@@ -74,8 +74,8 @@ class Simulator:
         # Empty where the micro-batches differ, because then none of them can stand for the others.
         if not counted["work"]:
             raise UsageError(
-                f"recipe {self.recipe!r}: its micro-batches run different numbers of forwards, and a plan requires the "
-                "same, because a few of them stand for all; simulate single values: accel-train simulate"
+                f"recipe {self.recipe!r}: its micro-batches run different numbers of forwards, and a plan requires "
+                "equal ones, because a few of them stand for all; simulate single values: accel-train simulate"
             )
         return counted
 

@@ -24,7 +24,7 @@ def paths_in(directory: str) -> tuple[Path, Path]:
     # The directory itself need not exist, and then its nearest parent decides.
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UsageError(f"write: {place}: nothing can be written into {existing}; a directory of yours is required")
+        raise UsageError(f"write: {place}: {existing} cannot be written into; a directory of yours is required")
     refuse_unusable_folder(f"write: {place}", place)
     paths = place / LAUNCH, place / PRESET
     for path in paths:

@@ -35,9 +35,9 @@ def _refuse_other_epoch(opened: Experiment, size: int) -> None:
     said = opened.history.samples
     if said != size:
         raise UsageError(
-            f"dataset_size: {said}: the dataset given to loop.training has {size} samples, and as many are required, "
-            "from which the steps of max_epochs follow; pass open_experiment(..., dataset_size=len(data)) with the "
-            "data that loop.training gets"
+            f"dataset_size: {said}: the dataset given to loop.training has {size} samples, and the two must be equal, "
+            "because the steps of max_epochs follow from them; pass open_experiment(..., dataset_size=len(data)) with "
+            "the data that loop.training gets"
         )
 
 
@@ -57,7 +57,7 @@ def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
         if found != asked or order.global_batch_size != opened.config.global_batch_size:
             raise UsageError(
                 f"global_batch_size: {asked}: the order given to loop.training, a {type(order).__name__}, has {found} "
-                f"samples in step {step + 1}, and {asked} are required, which every record counts; pass "
+                f"samples in step {step + 1}, and {asked} are required, because every record counts them; pass "
                 "config.global_batch_size, as in StepSampler(len(data), config.global_batch_size, config.seed), and "
                 "give other batches by --batch_schedule.steps and --batch_schedule.sizes"
             )

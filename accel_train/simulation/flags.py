@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro_batches",
         type=int,
-        help="micro-batches of each process, in place of global_batch_size: the same work for any number",
+        help="micro-batches of each process, instead of global_batch_size: the same work for any number of processes",
     )
     parser.add_argument(
         "--device_type",
@@ -100,7 +100,7 @@ def _refuse_machines(device: str | None, link: str | None, gpus: int | None) -> 
     for name, value in (("link", link), ("gpus_per_machine", gpus)):
         if value is not None and device is None:
             raise UsageError(
-                f"{name}: {value}: it is of a step time, for which a device is required; give --device h100-sxm as "
+                f"{name}: {value}: it is used for step times, which require a device; give --device h100-sxm as "
                 f"well, or leave --{name} out"
             )
     if gpus is not None and gpus < 1:

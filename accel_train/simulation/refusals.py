@@ -11,8 +11,8 @@ ONE_MEMORY = "host and device are one memory there"
 OPTIMIZERS = {"adamw8bit": "the kernels of bitsandbytes are not torch's", "adamw_offload": ONE_MEMORY}
 """Reasons why the step of an optimizer cannot be simulated."""
 CLASSES = (
-    "a class of torch takes other kernels for simulated tensors (no foreach), a class may have kernels of its own, and "
-    "under FSDP2 and ZeRO no start takes one"
+    "a class of torch uses other kernels for simulated tensors (no foreach), a class may have kernels of its own, and "
+    "under FSDP2 and ZeRO no start accepts one"
 )
 """Reason for all other optimizers, which are named as module:Class."""
 
@@ -39,7 +39,7 @@ def refuse_config(config: Any) -> None:
     """Refuse options whose memory or collectives cannot be seen operator by operator, and starts without a step."""
     if config.evaluate_only:
         raise UsageError(
-            "evaluate_only: true: a simulation is of a training step, and such a start makes none; false is required. "
+            "evaluate_only: true: a simulation is of a training step, and such a start has none; false is required. "
             "Leave it out, or give --evaluate_only false"
         )
     distributed, optimizer = config.distributed, config.optimizer.name

@@ -76,7 +76,7 @@ def describe(simulated: Simulated) -> str:
         "",
         f"{'FLOPs of a step':<34}{counted['flops']:>12.4g}  exact: products, convolutions and attention",
         *_time(simulated.timed),
-        "nothing was trained; not in these bytes: kernels' workspaces, NCCL's buffers, the CUDA context, fragmentation",
+        "nothing was trained; not counted here: kernels' workspaces, NCCL's buffers, the CUDA context, fragmentation",
     ]
     return "\n".join(lines)
 
@@ -86,7 +86,7 @@ def _time(timed: TimedStep | None) -> list[str]:
         return []
     lines = time_lines(timed.work, timed.time, timed.latency, timed.device, between=timed.between)
     rate = f"{timed.point.samples_per_second:,.4g} samples per second of {timed.point.processes:,} process(es)"
-    return ["", *lines, f"  {rate}, {MODELLED}; not in it: waiting for data, saving, evaluations", ""]
+    return ["", *lines, f"  {rate}, {MODELLED}; not included: waiting for data, saving, evaluations", ""]
 
 
 def _memory(counted: Mapping[str, Any]) -> list[str]:
@@ -165,7 +165,7 @@ def table(simulations: Sequence[Simulated], scaling: Scaling | None = None) -> s
         lines.append("  ".join(cells))
     lines += [
         "states: parameters, gradients, optimizer state and EMA. gathered and activations: their part of the peak",
-        "exact, but for what a process sends in a step: modelled, as a ring",
+        "exact, except what a process sends in a step: modelled, as a ring",
         *_offloaded([simulated.counted for simulated in simulations]),
     ]
     if scaling is not None:
@@ -178,7 +178,7 @@ def _offloaded(found: Sequence[Mapping[str, Any]]) -> list[str]:
     if not any(counted.get("host") for counted in found):
         return []
     sizes = ", ".join(readable_size(sum(counted["host"].values())) for counted in found)
-    return [f"the peak is modelled under an offload. Beside it, in host memory of each process at rest: {sizes}"]
+    return [f"the peak is modelled under an offload. In addition, in host memory of each process at rest: {sizes}"]
 
 
 def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, ...]:
@@ -203,15 +203,15 @@ def _scaling(simulations: Sequence[Simulated], scaling: Scaling) -> list[str]:
     compared = scaling.compared()
     kind = "strong scaling"
     if scaling.is_weak:
-        kind = "weak scaling: each process has as many micro-batches"
+        kind = "weak scaling: each process has the same number of micro-batches"
     elif compared:
-        kind = f"strong scaling: the global batch of {compared[0].global_batch_size:,} stays"
+        kind = f"strong scaling: the global batch stays at {compared[0].global_batch_size:,}"
     lines = [
         f"step, exposed communication (and its share of the step) and efficiency: {MODELLED}",
         f"efficiency: samples per second of a process, against {first.processes:,} process(es); {kind}",
     ]
     if any(scaling.is_another(point) for point in scaling.points):
-        lines.append(f"{ANOTHER} of another global batch than that of the config, so not compared in what pays")
+        lines.append(f"{ANOTHER} with a global batch other than that of the config, so not compared in what pays")
     timed = [simulated.timed for simulated in simulations if simulated.timed is not None]
     # Sources are those of the largest run, which spans the most machines.
     largest = max(timed, key=lambda one: one.point.processes)

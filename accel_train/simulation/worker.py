@@ -137,7 +137,7 @@ def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tup
     size = processes * config.micro_batch_size * (micro_batches or 1)
     if size == asked:
         return [], []
-    note = f"global_batch_size: {size:,} in place of {asked:,}, as --micro_batches says"
+    note = f"global_batch_size: {size:,} instead of {asked:,}, as --micro_batches says"
     if micro_batches is None:
         note = (
             f"global_batch_size: {asked:,} is smaller than {processes:,} processes, {SUBSTITUTED}: simulated "
@@ -158,12 +158,12 @@ def _refuse_schedule(config: Any, processes: int, micro_batches: int | None) -> 
     sets = f"batch_schedule.sizes {list(sizes)} sets that of later steps"
     if micro_batches is not None:
         raise UsageError(
-            f"micro_batches: {micro_batches}: it takes the place of global_batch_size, and {sets}: one of them is "
-            "required; leave --micro_batches out, or the schedule"
+            f"micro_batches: {micro_batches}: it takes the place of global_batch_size, and {sets}: only one of "
+            "them may be given; leave --micro_batches out, or the schedule"
         )
     raise UsageError(
         f"global_batch_size: {config.global_batch_size:,} is smaller than {processes:,} processes, {SUBSTITUTED}, and "
-        f"{sets}, so that no other takes its place: a sample for each process is required; give fewer "
+        f"{sets}, so that no other can replace it: a sample for each process is required; give fewer "
         "--num_processes or a larger --global_batch_size, or leave the schedule out"
     )
 

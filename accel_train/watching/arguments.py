@@ -14,7 +14,9 @@ def add_monitor(monitor: argparse.ArgumentParser) -> None:
         "--every", type=float, default=2.0, metavar="SECONDS", help="time between two pages; default: 2"
     )
     monitor.add_argument(
-        "--webhook", metavar="URL", help="send a message for each run that ends and each new alert, as Slack takes it"
+        "--webhook",
+        metavar="URL",
+        help="send a message for each run that ends and each new alert, in the format of Slack",
     )
 
 

@@ -31,7 +31,7 @@ def out_of_memory(record: Mapping[str, Any]) -> str:
         return f"{size}; continues with {record.get('next_micro_batch_size')}"
     what = size if record.get("during") == "step" else f"in the {record.get('during')}"
     process = record.get("process")
-    return f"{what}, process {process}; logs/rank_{process}.log has what can be done"
+    return f"{what}, process {process}; logs/rank_{process}.log says what can be done"
 
 
 def replicas_differ(record: Mapping[str, Any]) -> str:

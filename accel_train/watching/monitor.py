@@ -61,7 +61,7 @@ def monitor(
     if webhook is not None and (once or as_json):
         raise UsageError(
             "--webhook: with --once and --json each call would send the same again; leave them out, so that the "
-            "monitor stays, or read --json in a script"
+            "monitor keeps running, or read --json in a script"
         )
     notifier = None if webhook is None else Webhook(webhook)
     # Kept between pages, because each remembers how far it has read.

@@ -60,12 +60,14 @@ def find_directory(text: str) -> Path:
     if metrics.exists() and not metrics.is_file():
         raise UsageError(f"{metrics}: is not a file; a run writes one there: move this away")
     if metrics.exists() and not os.access(metrics, os.R_OK):
-        raise UsageError(f"{metrics}: may not be read by this user; watch as a user with read access")
+        raise UsageError(f"{metrics}: cannot be read by this user; watch as a user with read access")
     # Any one is enough: a start writes them one after another.
     names = (*OF_A_START, "checkpoints")
     if not any((path / name).exists() for name in names):
         held = contents(path)
-        raise NoRunError(f"{path}: no run, which has {', '.join(names)}; it holds {held}; give the directory of a run")
+        raise NoRunError(
+            f"{path}: not a run, which has {', '.join(names)}; it contains {held}; give the directory of a run"
+        )
     return path
 
 

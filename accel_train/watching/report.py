@@ -46,7 +46,7 @@ def _refuse_output(path: Path) -> None:
         raise UsageError(f"--output {path}: {path.parent} does not exist; make it, or give another file")
     # An earlier report may be replaced, but no other file.
     if path.exists() and not _is_report(path):
-        raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")
+        raise UsageError(f"--output {path}: exists and is not a report of accel-train; give another file")
 
 
 def _is_report(path: Path) -> bool:

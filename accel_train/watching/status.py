@@ -56,7 +56,7 @@ def condition_of(files: RunFiles) -> Condition:
 
 def _unrecorded(files: RunFiles) -> Condition:
     """Return the condition of a run whose script writes no records. Its end leaves no trace, so it is not guessed."""
-    reason = f"no {METRICS_FILE}: its script has no Recorder, so only the checkpoints tell of it"
+    reason = f"no {METRICS_FILE}: its script has no Recorder, so only its checkpoints are known"
     # Unknown for a process on another host, and for one that has not written its name yet.
     alive: bool | None = None
     if files.process is not None:
@@ -121,7 +121,7 @@ def _silent(files: RunFiles) -> Condition | None:
     seconds = files.now - max(times)
     if seconds <= allowed:
         return None
-    text = f"no line for {format_seconds(seconds)}; its lines so far allow {format_seconds(allowed)}"
+    text = f"no line for {format_seconds(seconds)}; its lines so far suggest at most {format_seconds(allowed)}"
     return Condition("silent", text)
 
 

@@ -77,7 +77,7 @@ class Webhook:
             if not self._is_failing:
                 # The host only: whoever has the whole address can write to the channel.
                 print(
-                    f"--webhook: {self._host} did not take a message ({error}); it is tried again",
+                    f"--webhook: {self._host} did not accept a message ({error}); it will be tried again",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -96,7 +96,7 @@ def _host_of(address: str) -> str:
             host = parts.port != 0 and parts.hostname
     if not host:
         raise UsageError(
-            f"--webhook {address!r}: is no address; give one that begins with http:// or https://, such as that of "
+            f"--webhook {address!r}: is not an address; give one that begins with http:// or https://, such as that of "
             "an incoming webhook of Slack, with a host, a port that is a number, and no space"
         )
     return host

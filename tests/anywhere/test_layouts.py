@@ -70,7 +70,7 @@ def test_a_plan_divides_the_global_batch(tmp_path: Path) -> None:
         ({"a": "distributed_type: MULTI_GPU\n"}, r"a\.yaml has no num_processes"),
         (
             {"a": DDP.format(4) + "num_machines: 2\nmachine_rank: 0\nmain_process_ip: 10.0.0.1\n"},
-            r"is for 2 machines, and `run --anywhere` serves one",
+            r"is for 2 machines, and `run --anywhere` manages one",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_file_without_a_number_is_refused_at_first_and_passed_over_later(
     assert found.count() == 3
     assert capsys.readouterr().err == "", "it may be half written"
     assert [found.count() for _ in range(5)] == [3] * 5
-    assert capsys.readouterr().err.count(f"{path} has no number from 0 to 1024 any more; going on with 3") == 1
+    assert capsys.readouterr().err.count(f"{path} no longer has a number from 0 to 1024; continuing with 3") == 1
     path.write_text("0")
     assert found.count() == 0
 

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_a_number_the_second_time_differs(tmp_path: Path) -> 
     found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
     assert found.repeated == {1: 0.0, 2: math.inf}
     verdict = record.save(tmp_path, [found], "fp32")
-    assert verdict.problems == ("a repeated step has another loss: inf relative, and at most 1e-05 is due",)
+    assert verdict.problems == ("a repeated step has another loss: inf relative, and at most 1e-05 is allowed",)
     # The next start judges again what it reads.
     assert record.judge(record.load(tmp_path), "fp32") == verdict
 

@@ -70,7 +70,7 @@ def test_two_processes_measure_their_links(tmp_path: Path) -> None:
     [
         (["--seconds", "0"], "seconds: 0: a number above 0"),
         (["--seconds", "nan"], "seconds: nan"),
-        (["--output", "/none/there.json"], "output: /none/there.json: /none is no directory of yours"),
+        (["--output", "/none/there.json"], "output: /none/there.json: /none is not a directory"),
         (["--output", "/proc/c.json"], r"output: /proc/c.json: cannot be written .*; give another"),
         (["--output", ""], "output: '': empty text is refused"),
         (["--output", "here.yaml"], "output: .*a name that ends in .json"),

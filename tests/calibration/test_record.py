@@ -48,7 +48,7 @@ def test_a_changed_digit_is_damage(path: Path) -> None:
         (lambda tree: tree.update(extra=1), "unknown key extra"),
         (lambda tree: tree["figures"]["host"].update(extra=1), "unknown key figures.host.extra"),
         (lambda tree: tree["machine"].pop("threads"), "the key machine.threads is missing"),
-        (lambda tree: tree.update(links=3), "links is no group of keys"),
+        (lambda tree: tree.update(links=3), "links is not a group of keys"),
         (lambda tree: tree["machine"].update(precision="fp8"), "machine.precision: 'fp8' is refused: 'fp32' or"),
         (lambda tree: tree["figures"]["copy"].update(value="fast"), "figures.copy.value: 'fast' is refused: a number"),
         (lambda tree: tree["figures"]["copy"].update(value=0), "figures.copy.value: 0: a number above 0 is required"),

@@ -161,7 +161,7 @@ def test_efficiency_is_one_with_an_infinite_link() -> None:
     steps = [timed(counted(n, 1000, batch=8 * n), infinite, machines) for n in (4, 64, 1024)]
     scaling = Scaling([step.point for step in steps], is_weak=True)
     assert [scaling.efficiency(step.point) for step in steps] == [1.0, 1.0, 1.0]
-    assert scaling.describe() == "pays up to 1,024 processes, the most of them that were compared"
+    assert scaling.describe() == "pays up to 1,024 processes, the most that were compared"
 
 
 def test_efficiency_is_of_one_process() -> None:
@@ -222,7 +222,7 @@ def test_a_gpu_has_no_more_than_its_port() -> None:
             "roce-100",
             r"gpus_per_machine: 8: 12 processes do not fill .*--gpus_per_machine 6, or --num_processes 8",
         ),
-        (16, 8, None, r"link: not given: 16 processes are 2 machines of 8 GPUs.*--link infiniband-ndr"),
+        (16, 8, None, r"link: not given: 16 processes fill 2 machines of 8 GPUs.*--link infiniband-ndr"),
     ],
 )
 def test_processes_fill_machines_with_a_link(processes: int, gpus: int, link: str | None, message: str) -> None:

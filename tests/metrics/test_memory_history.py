@@ -98,5 +98,5 @@ def test_memory_needs_steps_and_cuda() -> None:
         ProfileConfig(memory=True)
     ProfileConfig("1:2", memory=True).refuse_device("cuda")
     ProfileConfig("1:2").refuse_device("cpu")
-    with pytest.raises(UsageError, match=r"of CUDA alone, and this run is on mps"):
+    with pytest.raises(UsageError, match=r"of CUDA only, and this run is on mps"):
         ProfileConfig("1:2", memory=True).refuse_device("mps")

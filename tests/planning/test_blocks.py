@@ -103,7 +103,7 @@ def test_a_smaller_micro_batch_that_recomputes_less_is_faster(monkeypatch: pytes
     larger = [probe for probe in map(measure.of, candidates("single", [2 * size])) if probe.candidate.mode == "full"]
     beside = min((probe for probe in larger if probe.fits(budget)), key=lambda probe: probe.time.total)
     times = beside.time.total / found.chosen.time.total
-    reason = f"{2 * size} fits with {beside.checkpointed} blocks of mode full, and takes {times:.2f} times as long"
+    reason = f"{2 * size} fits with {beside.checkpointed} blocks of mode full, but takes {times:.2f} times as long"
     assert found.reasons()[MICRO_BATCH] == reason
     text = report.describe(found, rated("h100-sxm", "bf16", 1), explain=True)
     assert reason in text
@@ -210,7 +210,7 @@ def test_the_number_of_a_preset_is_kept_for_every_candidate() -> None:
 
 def test_inputs_in_host_memory_are_refused() -> None:
     offload = config(activation_checkpointing=ActivationCheckpointingConfig("full", offload=True))
-    with pytest.raises(UsageError, match=r"offload: true: a plan is by simulation, .*false is required\."):
+    with pytest.raises(UsageError, match=r"offload: true: a plan is simulated, .*false is required\."):
         space_of(offload, {MODE: "command line"}, 1)
 
 
@@ -231,7 +231,7 @@ def test_the_least_memory_recomputes_what_it_needs_and_no_more() -> None:
     found = planned(given, Budget(80.0, 0.0, 1), "memory", measure)
     assert found.chosen.tensors == found.whole.tensors
     assert found.chosen.candidate == dataclasses.replace(found.whole.candidate, blocks=6)
-    assert found.reasons()[BLOCKS].startswith("the fewest of the least memory: with 5 it needs")
+    assert found.reasons()[BLOCKS].startswith("the fewest with the least memory: with 5 it needs")
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 2), (1, 8), (1, 32), (2, 4), (4, 4), (8, 16), (8, 64)])

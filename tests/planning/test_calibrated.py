@@ -39,7 +39,7 @@ def test_rates_are_those_of_the_file(path: Path) -> None:
 
 def test_another_precision_is_refused(path: Path) -> None:
     record.write(path, made_up())
-    with pytest.raises(UsageError, match=r"measured in fp32, and the step is of precision bf16.*calibrate --precision"):
+    with pytest.raises(UsageError, match=r"measured in fp32, and the step is in precision bf16.*calibrate --precision"):
         rated(str(path), "bf16", 2)
 
 

@@ -162,7 +162,9 @@ def test_a_device_is_known_and_has_units_of_the_precision() -> None:
     ["l40", "NVIDIA L40", "h20", "NVIDIA A100-PCIE-40GB", "Tesla V100-SXM2-16GB", "NVIDIA RTX A6000", "rtx-4080", ""],
 )
 def test_another_model_is_no_proposal_for_one_that_is_not_known(name: str) -> None:
-    with pytest.raises(UsageError, match=r"v100-sxm, .* rtx-5090; .* measure another one by accel-train cal") as error:
+    with pytest.raises(
+        UsageError, match=r"v100-sxm, .* rtx-5090; .* measure another one with accel-train cal"
+    ) as error:
         find_device(name, "bf16")
     assert "did you mean" not in str(error.value)
 

@@ -117,7 +117,9 @@ def test_an_offload_that_cannot_be_the_fastest_is_not_simulated() -> None:
     left_out = {chain.left_out for chain in chains if chain.strategy in OFFLOADS}
     (reason,) = left_out
     assert reason is not None
-    assert reason.startswith(f"takes at least 1.50 times as long as {simulated[0]}: by products, attention, and states")
+    assert reason.startswith(
+        f"takes at least 1.50 times as long as {simulated[0]}: counting products, attention, and states"
+    )
     plan = make_plan("mmdit", "speed", given, budget, chains, config())
     assert plan.reasons()["launch file"] == f"zero2_offload and zero3_offload: {reason}"
     assert reason in report.describe(plan, None, explain=True)
@@ -157,7 +159,7 @@ def test_host_memory_is_of_the_machine_and_shared(gpus: int) -> None:
 
 def test_too_little_host_memory_says_how_much_would_do() -> None:
     with pytest.raises(
-        UsageError, match=r"a machine with (\d+) GiB of memory in place of 8, for zero2_offload"
+        UsageError, match=r"a machine with (\d+) GiB of memory instead of 8, for zero2_offload"
     ) as error:
         planned(4.0, host=8.0)
     text = str(error.value)
@@ -174,7 +176,7 @@ def test_an_offload_that_only_the_host_rules_out_is_named_with_the_memory_for_it
     text = str(error.value)
     assert text.count("of host memory") == 1, "one sentence for both"
     assert ". zero2_offload.yaml and zero3_offload.yaml: needs at least 4.5 GiB of host memory, 0.70 too much" in text
-    assert "a machine with at least 5 GiB of memory in place of 4, for zero2_offload.yaml or zero3_offload.yaml" in text
+    assert "a machine with at least 5 GiB of memory instead of 4, for zero2_offload.yaml or zero3_offload.yaml" in text
     with pytest.raises(UsageError) as error:
         planned(0.5, host=4.0)
     assert "a machine with" not in str(error.value), "no host memory helps a GPU without room for a process"

@@ -177,8 +177,8 @@ def test_needless_sharding_has_to_be_faster_by_more_than_the_error_of_the_model(
     expected = f"ddp: takes {ratio:.2f} times as long"
     if strategy == "ddp":
         expected = (
-            f"fsdp2: takes {1 / ratio:.2f} times as long, but the states take 8.00 of 80 GiB whole, and a model that "
-            f"counts no hooks has to show it {UNDERSTATED:g} times as fast"
+            f"fsdp2: takes {1 / ratio:.2f} times as long, but the states take 8.00 of 80 GiB whole, so it has to be "
+            f"{UNDERSTATED:g} times as fast in a model that does not count its hooks"
         )
     assert reason == expected
 

@@ -181,7 +181,7 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
     [
         (
             "--link roce-100",
-            r"link: roce-100: .*a device is required; give --device h100-sxm.*or leave --link out",
+            r"link: roce-100: .*require a device; give --device h100-sxm.*or leave --link out",
         ),
         ("--gpus_per_machine 4", r"gpus_per_machine: 4: .*a device is required.*or leave --gpus_per_machine out"),
         (
@@ -189,7 +189,10 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
             r"gpus_per_machine: 0: at least 1 .*give --gpus_per_machine 8",
         ),
         ("--device h200 --link roce-10", r"link: roce-10: .*did you mean 'roce-100'\?\); give one of them"),
-        ("--device h200 --num_processes 8,16", r"link: not given: 16 processes are 2 machines .*--link infiniband-ndr"),
+        (
+            "--device h200 --num_processes 8,16",
+            r"link: not given: 16 processes fill 2 machines .*--link infiniband-ndr",
+        ),
         (
             "--device h200 --link roce-100 --num_processes 8,20",
             r"gpus_per_machine: 8: 20 processes do not fill .*give --gpus_per_machine 5, or --num_processes 16",
@@ -202,7 +205,7 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
         ("--device h200 --link roce-100", r"link: roce-100: 1 process\(es\) are within one machine"),
         (
             "--device h20 --num_processes 8",
-            r"device: h20: one of the table is required.*measure another one by accel-train",
+            r"device: h20: one of the table is required.*measure another one with accel-train",
         ),
     ],
 )
@@ -224,7 +227,7 @@ def test_link_and_gpus_of_a_machine_are_read_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "h200"], "link: not given: 8 processes are 2 machines of 4 GPUs"),
+        (["--device", "h200"], "link: not given: 8 processes fill 2 machines of 4 GPUs"),
         (["--device", "h200", "--num_processes", "10"], "10 processes do not fill machines of 4 GPUs"),
         (["--device", "h200", "--gpus_per_machine", "8", "--link", "roce-100"], "within one machine of 8 GPUs"),
     ],
@@ -277,7 +280,7 @@ def test_a_killed_simulation_names_the_signal(tmp_path: Path) -> None:
         ({"optimizer": SimpleNamespace(name="adamw_offload")}, "optimizer.name: adamw_offload: .*one memory.*or muon"),
         (
             {"optimizer": SimpleNamespace(name="torch.optim:NAdam")},
-            "optimizer.name: torch.optim:NAdam: .*no foreach.*under FSDP2 and ZeRO no start takes one; adamw or muon",
+            "optimizer.name: torch.optim:NAdam: .*no foreach.*under FSDP2 and ZeRO no start accepts one; adamw or muon",
         ),
         (
             {"distributed": SimpleNamespace(comm_hook="powersgd", gradient_as_bucket_view=None)},

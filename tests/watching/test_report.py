@@ -318,8 +318,8 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert "warning at step 60: the disk is nearly full" in chart
     assert "bad step at step 60: a spike of the gradient norm, skipped" in chart
     assert "out of memory at step 60: micro-batch of 8; continues with 4" in chart
-    assert "out of memory at step 60: in the save, process 0; logs/rank_0.log has what can be done" in chart
-    assert "out of memory at step 60: micro-batch of 1, process 0; logs/rank_0.log has what can be done" in chart
+    assert "out of memory at step 60: in the save, process 0; logs/rank_0.log says what can be done" in chart
+    assert "out of memory at step 60: micro-batch of 1, process 0; logs/rank_0.log says what can be done" in chart
     text = "process 3 (n4) is slower than the others (host): 1.7 times as long"
     assert f"slow process at step 60: {text}" in chart
     text = "the weights of processes [2] differed (a, b and 1 more); nothing was saved"
@@ -427,8 +427,8 @@ def test_a_report_is_replaced_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "mine.html").write_text("<p>mine</p>")
     os.mkfifo(tmp_path / "pipe")  # whose writer is not awaited
     refused = {
-        "mine.html": "exists and is no report of accel-train; give another file",
-        "pipe": "exists and is no report of accel-train; give another file",
+        "mine.html": "exists and is not a report of accel-train; give another file",
+        "pipe": "exists and is not a report of accel-train; give another file",
         "run": "is a directory; give the name of a file",
         "none/page.html": "does not exist; make it, or give another file",
     }

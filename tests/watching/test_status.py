@@ -79,7 +79,7 @@ def test_a_save_that_ran_out_of_memory_is_a_crash(run: RunDirectory) -> None:
     run.add("out_of_memory", 10, during="save", micro_batch_size=8, process=1)
     run.add("end", 10, reason="RuntimeError")
     assert condition(run) == Condition(
-        "crashed", "out of memory at step 10: in the save, process 1; logs/rank_1.log has what can be done"
+        "crashed", "out of memory at step 10: in the save, process 1; logs/rank_1.log says what can be done"
     )
 
 
@@ -90,7 +90,7 @@ def test_a_run_without_records_is_known_by_its_checkpoints_alone(tmp_path: Path)
     run.lock(pid_of_the_dead(), at=BEGIN)
     run.checkpoint(60)
     found = read(run, 1e6)
-    reason = "no metrics.jsonl: its script has no Recorder, so only the checkpoints tell of it"
+    reason = "no metrics.jsonl: its script has no Recorder, so only its checkpoints are known"
     assert condition_of(found) == Condition("unrecorded", reason)
     state = state_of(found, condition_of(found))
     assert (state.step, state.checkpoint_step, alerts_of(found, state)) == (60, 60, [])
@@ -121,7 +121,7 @@ def test_the_end_of_an_earlier_start_is_not_that_of_the_run(run: RunDirectory) -
 def test_a_run_is_silent_once_its_own_pace_is_broken(run: RunDirectory) -> None:
     assert condition(run, SHORTEST_SECONDS - 1).status == "training"
     found = condition(run, SHORTEST_SECONDS + 61)
-    assert found == Condition("silent", "no line for 3:01; its lines so far allow 2:00")
+    assert found == Condition("silent", "no line for 3:01; its lines so far suggest at most 2:00")
 
 
 def test_a_slow_run_may_be_quiet_for_longer(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_run_that_has_only_begun_is_a_run(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place, says in (("none", "does not exist"), ("file", "is a file"), (".", r"no run.*it holds file; give")):
+    for place, says in (("none", "does not exist"), ("file", "is a file"), (".", r"not a run.*it contains file; give")):
         with pytest.raises(UsageError, match=says):
             find_directory(str(tmp_path / place))
     with pytest.raises(UsageError, match=r"run@best: names one checkpoint, .* a whole run; give .*/run$"):
@@ -254,8 +254,8 @@ def test_what_is_no_run_is_skipped_among_several(tmp_path: Path, capsys: pytest.
     assert find_directories([*places, places[1]]) == [tmp_path / "run"]
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith(f"skipped: {tmp_path}/compare-now: no run, which has")
-    with pytest.raises(UsageError, match="compare-now: no run"):
+    assert output.err.startswith(f"skipped: {tmp_path}/compare-now: not a run, which has")
+    with pytest.raises(UsageError, match="compare-now: not a run"):
         find_directories(places[:1])
     with pytest.raises(UsageError, match="none: does not exist"):
         find_directories([*places, str(tmp_path / "none")])

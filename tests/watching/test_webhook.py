@@ -99,7 +99,7 @@ def test_what_was_not_taken_is_sent_later(tmp_path: Path, channel: Channel, caps
     for _ in range(3):
         webhook.tell([look(run)])
     said = capsys.readouterr().err
-    assert said.count("--webhook: 127.0.0.1 did not take a message (HTTP Error 503") == 1
+    assert said.count("--webhook: 127.0.0.1 did not accept a message (HTTP Error 503") == 1
     assert "secret" not in said
     channel.status = 200
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_the_last_message_is_sent_again_after_the_end(
     assert (channel.asked, channel.events) == (3, ["finished"])
     # Its length is nowhere in its files.
     assert channel.got[0]["text"] == "run: finished at step 5"
-    assert capsys.readouterr().err.count("127.0.0.1 did not take a message (220 mail.example") == 1
+    assert capsys.readouterr().err.count("127.0.0.1 did not accept a message (220 mail.example") == 1
 
 
 def test_a_channel_that_is_gone_does_not_keep_the_monitor(tmp_path: Path, channel: Channel) -> None:
@@ -151,11 +151,11 @@ def test_the_command_sends_and_keeps_its_exit_code(tmp_path: Path, channel: Chan
     ("arguments", "says"),
     [
         ({"webhook": "hooks.slack.com/services"}, "begins with http:// or https://"),
-        ({"webhook": "file:///etc/passwd"}, "is no address"),
+        ({"webhook": "file:///etc/passwd"}, "is not an address"),
         ({"webhook": "http://localhost:abc/x"}, "a port that is a number"),
         ({"webhook": "http://localhost:70000/x"}, "a port that is a number"),
         ({"webhook": "http://host/a b"}, "no space"),
-        ({"webhook": "http://[bad/x"}, "is no address"),
+        ({"webhook": "http://[bad/x"}, "is not an address"),
         ({"webhook": "http://:80/x"}, "with a host"),
         ({"webhook": "http://x", "once": True}, "with --once and --json each call would send the same again"),
         ({"webhook": "http://x", "as_json": True}, "leave them out"),

@@ -90,7 +90,7 @@ def _larger_micro_batch(shares: Shares, setting: Setting) -> Advice | None:
     size = setting.micro_batch_size
     reason = (
         f"in {gap:.0%} of the time no operator runs, and a step has {setting.accumulation_steps} micro-batches: fewer "
-        "and larger ones have fewer gaps; they take more memory"
+        "and larger ones have fewer gaps, but take more memory"
     )
     return Advice(gap, reason, f"micro_batch_size={size},{2 * size}")
 
@@ -110,7 +110,7 @@ def _buckets(shares: Shares, setting: Setting) -> Advice | None:
         return None
     exposed = shares.of(COMMUNICATION)
     reason = (
-        f"{exposed:.0%} of the time is communication that nothing hides: half the bytes take about half of it; the "
-        "gradient is rounded to bf16 on the way, and other strategies than DDP refuse it"
+        f"{exposed:.0%} of the time is communication that no computation hides: half the bytes take about half of it; "
+        "the gradient is rounded to bf16 on the way, and strategies other than DDP refuse it"
     )
     return Advice(exposed, reason, "distributed.comm_hook=none,bf16")

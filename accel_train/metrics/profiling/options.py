@@ -75,7 +75,7 @@ class ProfileConfig:
         """Raise ``UsageError`` for recording memory on a device other than CUDA."""
         if self.memory and kind != "cuda":
             raise UsageError(
-                f"profile.memory: true: torch records the allocations of CUDA alone, and this run is on {kind}; "
+                f"profile.memory: true: torch records the allocations of CUDA only, and this run is on {kind}; "
                 "leave it out, or simulate the memory of the step (accel-train simulate)"
             )
 

@@ -63,7 +63,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
         if name in INSTALL and name not in available:
             raise UsageError(
                 f"log.trackers: {name!r} needs a package that is not installed, or not in a version that "
-                f"Accelerate takes; pip install {INSTALL[name]}, or leave {name!r} out"
+                f"Accelerate supports; pip install {INSTALL[name]}, or leave {name!r} out"
             )
     # A tracker listed twice would log every value twice.
     return tuple(dict.fromkeys(names))
@@ -164,13 +164,13 @@ class Trackers:
             try:
                 for file in files:
                     if not send(tracker, file, step):
-                        self._tell_once(f"tracker {name} takes no {file.kind}: the report has them")
+                        self._tell_once(f"tracker {name} does not accept {file.kind}: the report has them")
                 self._file_failures[name] = 0
             except Exception as error:  # each tracker has exceptions of its own
                 failures = self._file_failures.get(name, 0) + 1
                 self._file_failures[name] = failures
                 if failures == MAX_FAILURES:
-                    self._warn(tracker, "gets no more pictures and texts", error, "report/ has them")
+                    self._warn(tracker, "no longer gets pictures and texts", error, "report/ has them")
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

@@ -77,7 +77,7 @@ def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
     if is_last or "end" in kinds or ends_itself:
         return events
     reached = max(_step(record) or 0 for record in start)
-    text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
+    text = "killed, or its machine went down; a resume has dropped its lines after the newest checkpoint"
     return [*events, Event("crash", reached, text, number(start[-1], "time"))]
 
 
