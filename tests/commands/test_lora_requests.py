@@ -111,7 +111,7 @@ def test_an_earlier_evaluation_of_other_data_is_not_taken_for_that_of_the_run(
             ("--overwrite", "--steps", "plan"),
             r"--overwrite True: belongs to the step train, which is not among --steps",
         ),
-        (("--allow", "precision", "--steps", "export"), r"--allow precision: of the step train"),
+        (("--allow", "precision", "--steps", "export"), r"--allow precision: belongs to the step train"),
         (("--cache_only",), r"--cache_only: here it is the step cache; give --steps cache"),
     ],
 )

@@ -71,7 +71,7 @@ def test_what_a_demo_proposes_next_has_its_data_and_no_finding(line: str, capsys
         (["--profile.steps", "900:910"], r"profile\.steps: 900:910: the run has max_steps 150, so STOP"),
         (["--log.trackers", "nope"], r"log\.trackers: 'nope' is not a tracker"),
         (["--attention", "flush"], r"attention 'flush': is not known"),
-        (["--allow", "sead"], r"allow: 'sead' is no option .*'seed'"),
+        (["--allow", "sead"], r"allow: 'sead' is not an option .*'seed'"),
         (["--overwrite", "--resume", "must"], r"overwrite: true deletes"),
     ],
 )
@@ -220,12 +220,12 @@ def test_what_a_fix_lets_another_rule_find_is_fixed_with_it(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert shown.endswith("no findings\n")
     assert shown.count("\n+checkpoints: {save_every: 200, keep_last: 3, asynchronous: true}\n") == 1
-    assert shown.count("is changed; the former one is a.yaml.orig\n") == 1
+    assert shown.count("is changed; the original is kept as a.yaml.orig\n") == 1
     # A later one takes the next free name.
     for number in (1, 2):
         file.write_text(text.replace("2000", f"{number}000"))
         assert check("--fix", RECIPE, str(file)) == 0
-        assert f"is changed; the former one is a.yaml.orig.{number}\n" in capsys.readouterr().out
+        assert f"is changed; the original is kept as a.yaml.orig.{number}\n" in capsys.readouterr().out
         assert (tmp_path / f"a.yaml.orig.{number}").read_text() == text.replace("2000", f"{number}000")
     assert (tmp_path / "a.yaml.orig").read_text() == text
     assert len(list(tmp_path.iterdir())) == 4

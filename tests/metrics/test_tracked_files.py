@@ -275,7 +275,7 @@ def test_dvclive_takes_pictures_and_says_once_that_it_takes_no_texts(
     path = str(tmp_path / "report" / "drawn.png")
     assert pictures == [("report/drawn/1.png", path), ("report/drawn/2.png", path)]
     told = [record.getMessage() for record in caplog.records if "dvclive" in record.getMessage()]
-    assert told == ["tracker dvclive takes no texts: the report has them"]
+    assert told == ["tracker dvclive does not accept texts: the report has them"]
 
 
 def test_every_tracker_of_accelerate_is_known() -> None:

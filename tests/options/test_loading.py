@@ -423,7 +423,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),
         (
             "demo --optimizer.learning_rate 1",
-            r"--optimizer\.learning_rate is a name of other.*--optimizer\.lr",
+            r"--optimizer\.learning_rate is a name from other.*--optimizer\.lr",
         ),
         ("demo --steps 0", r"steps: 0 is refused: .*greater than 0"),
         (

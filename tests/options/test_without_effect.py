@@ -310,7 +310,7 @@ def test_that_of_a_file_gives_way_too(flag: str, options: list[str], tmp_path: P
     [
         ("nonsense", r"allow: 'nonsense' is not an option of this experiment; name"),
         ("lr", r"\(did you mean 'optimizer\.lr'"),
-        ("seed optimizer.lrr", r"allow: 'optimizer\.lrr' is no option .*\(did you mean 'optimizer\.lr'\?\)"),
+        ("seed optimizer.lrr", r"allow: 'optimizer\.lrr' is not an option .*\(did you mean 'optimizer\.lr'\?\)"),
         ("optimiser", r"\(did you mean 'optimizer'\?\)"),
         ("seed optimizer data_fingerprint schedule.decay_steps", None),
     ],
@@ -555,11 +555,11 @@ def test_an_option_that_the_recipe_has_lost_can_be_allowed(tmp_path: Path) -> No
     assert refuse_changes(saved, {"seed": 0}, ["model.kernel"], (), ("output_dir", tmp_path), {}) == [
         "model.kernel: 'old' there, None now"
     ]
-    with pytest.raises(UsageError, match="no option of this experiment"):
+    with pytest.raises(UsageError, match="not an option of this experiment"):
         RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",))
     new_run(tmp_path, "", {"seed": 0, "model.kernel": "old"}, {}, {})
     RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",))
-    with pytest.raises(UsageError, match="no option of this experiment"):
+    with pytest.raises(UsageError, match="not an option of this experiment"):
         RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",), overwrite=True)
 
 
