@@ -183,7 +183,7 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
             "--link roce-100",
             r"link: roce-100: .*require a device; give --device h100-sxm.*or leave --link out",
         ),
-        ("--gpus_per_machine 4", r"gpus_per_machine: 4: .*a device is required.*or leave --gpus_per_machine out"),
+        ("--gpus_per_machine 4", r"gpus_per_machine: 4: .*require a device.*or leave --gpus_per_machine out"),
         (
             "--device h200 --gpus_per_machine 0",
             r"gpus_per_machine: 0: at least 1 .*give --gpus_per_machine 8",
