@@ -109,7 +109,7 @@ def test_trained_text_encoders_are_planned_in_their_own_precision(
     assert planned["base"]["encoder_precision"] == "fp32"
     capsys.readouterr()
     with pytest.raises(
-        UsageError, match=r"no preset fits:\n  lora_141gb: .*leave it out, or give fp32 in place of .*'s\n"
+        UsageError, match=r"no preset fits:\n  lora_141gb: .*leave it out, or give fp32 instead of .*'s\n"
     ):
         plan(made / "base", tmp_path / "refused", *flags, "--base.encoder_precision", "bf16")
 

@@ -466,7 +466,7 @@ def test_options_of_pictures_are_read_by_one_source_at_least(
         (
             "advection",
             {"resolution_2d": 4},
-            r"resolution_2d: 4: has no effect with data\.tasks: advection, of which none has 2-D",
+            r"resolution_2d: 4: has no effect with data\.tasks: advection, none of which has 2-D",
         ),
         (
             "darcy",
@@ -503,7 +503,7 @@ def test_a_patch_needs_a_task_with_such_fields(tmp_path: Path) -> None:
     )
     tasks = prepare_pde(data).tasks
     with pytest.raises(
-        UsageError, match=r"model\.patch_1d 2: has no effect, for no task of data\.tasks has 1-D fields"
+        UsageError, match=r"model\.patch_1d 2: has no effect, because no task of data\.tasks has 1-D fields"
     ):
         operator_learning.model_shape(PdeModelConfig(patch_1d=2), tasks)
     operator_learning.model_shape(PdeModelConfig(patch_2d=2), tasks)

@@ -139,7 +139,7 @@ def levels_of(scheduler: Any, source: str) -> NoiseLevels:
         if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
             raise UsageError(
                 f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
-                "with the usual ones"
+                "that does not"
             )
         flow: Any = scheduler
         # The sigmas have one more value than the timesteps, a final 0.

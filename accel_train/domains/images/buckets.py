@@ -69,10 +69,10 @@ class Buckets:
         if not self.resolutions or small or self.step < 1:
             raise UsageError(
                 f"resolutions {list(self.resolutions)}, bucket_step {self.step}: each resolution must be at least "
-                "bucket_step, so that a side has one. Raise the resolution, or lower bucket_step."
+                "bucket_step, because sides are multiples of it. Raise the resolution, or lower bucket_step."
             )
         if not self.max_aspect >= 1:
-            raise UsageError(f"max_aspect {self.max_aspect:g}: 1 or more is required. 1 gives squares alone.")
+            raise UsageError(f"max_aspect {self.max_aspect:g}: 1 or more is required. 1 allows squares only.")
 
     def sizes(self, resolution: int) -> list[Size]:
         """Return the buckets of a resolution, from the tallest to the widest.

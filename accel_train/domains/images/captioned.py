@@ -180,13 +180,13 @@ def refuse_unread(config: PictureConfig, data: DataOptions) -> None:
     if config.latents == "none":
         return
     config.refuse_unread(data.path)
-    because = f"with pictures.latents: {config.latents}, as pictures are the latents"
+    because = f"with pictures.latents: {config.latents}, where the pictures themselves are the latents"
     refuse_without_effect(data, "data", OF_TEXTS, because)
     if data.path in BUNDLED:
         because = f"with data.path: {data.path}, whose pictures and captions are bundled"
         refuse_without_effect(data, "data", OF_SOURCES, because)
     if data.path == SHAPES:
-        because = f"with data.path: {SHAPES}, of which the pairs of colour and form that training lacks are held out"
+        because = f"with data.path: {SHAPES}, which holds out the pairs of colour and form that training lacks"
         refuse_without_effect(data, "data", ["heldout_fraction"], because)
 
 

@@ -200,7 +200,7 @@ def prepare_pictures(
     if not train:
         raise UsageError(
             f"{option} {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
-            "required. Bring more pictures, or lower --data.heldout_fraction."
+            "required. Add more pictures, or lower --data.heldout_fraction."
         )
     # Held-out pictures are not flipped or randomly cropped, or their loss would differ between evaluations.
     still = View(colour(config.background), max_pixels=config.max_pixels)
@@ -217,7 +217,7 @@ def _refuse_absent_default(config: PictureDataConfig, option: str) -> None:
     if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
         # A default that nobody has given is not looked up on the Hub.
         raise UsageError(
-            f"{option} {config.path!r}: the default, and there is no such folder here; give a folder of pictures, "
+            f"{option} {config.path!r}: the default, but there is no such folder here; give a folder of pictures, "
             "parquet files, a folder of dataset.save_to_disk, a Hub id, or emoji for the bundled ones"
         )
 
@@ -246,7 +246,7 @@ def _samples(
         if any(item.reason == NO_CAPTION for item in left_out):
             help_with_classes = f" {CLASS_FOLDERS}"
         raise UsageError(
-            f"{named}: {len(left_out)} of {total} pictures and captions cannot be used, at most "
+            f"{named}: {len(left_out)} of {total} pictures and captions cannot be used; at most "
             f"--data.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or raise "
             f"the share.{help_with_classes}"
         )
@@ -296,9 +296,9 @@ def _about_few(train: Sequence[Sample], heldout: Sequence[Sample], config: Pictu
     if config.heldout_path is not None or not held or len(held) >= FEW:
         return []
     return [
-        f"few pictures are held out, {len(held)} of {len(held | trained)}: the hash of a file decides "
-        f"(--data.heldout_fraction {config.heldout_fraction:g}), and a loss on so few says little; raise the fraction, "
-        "or give --data.heldout_path"
+        f"few pictures are held out, {len(held)} of {len(held | trained)}: a hash of each file decides "
+        f"(--data.heldout_fraction {config.heldout_fraction:g}), and the loss on so few means little; raise the "
+        "fraction, or give --data.heldout_path"
     ]
 
 

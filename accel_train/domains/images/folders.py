@@ -110,8 +110,8 @@ def _about_repeats(folder: Path, entries: Sequence[Entry]) -> list[str]:
         return []
     shown = shortened(names, SHOWN_NAMES)
     return [
-        f"names of folders are not read as repeats and captions, as kohya's scripts do: {shown}. Each picture counts "
-        "once per epoch; for one to count more often, copy it and its caption under another name, or give it several "
+        f"folder names are not read as repeats and captions, unlike in kohya's scripts: {shown}. Each picture counts "
+        "once per epoch; to make one count more often, copy it and its caption under another name, or give it several "
         f"rows in {METADATA}"
     ]
 
@@ -137,7 +137,7 @@ def _about_several(folder: Path, metadata: Sequence[Path]) -> str:
     """Return a notice that several folders are read together: they may be splits, and only one was meant."""
     names = shortened([_name(file, folder) for file in metadata], SHOWN_NAMES)
     alone = metadata[-1].parent
-    return f"captions of {names} and of other folders are read together; to read one alone, give its path: {alone}"
+    return f"captions of {names} and of other folders are read together; to read only one, give its path: {alone}"
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,18 @@ def _about_unread(folder: Path, unread: Sequence[_Unread], pictures: int, source
         raise UsageError(
             f"{source.named}: {len(lacking):,} of {pictures:,} pictures have a caption only in a file that is not "
             f"read, such as {_name(first.file, folder)} for {first.picture.name}; {_how_to_read(first, source)}. Or "
-            "remove such files, if they hold no captions."
+            "remove such files, if they contain no captions."
         )
     names = {item.kind: _name(item.file, folder) for item in reversed(unread)}
     return [
-        f"captions in {kind} are not read, as their {count:,} pictures have others: {names[kind]}"
+        f"captions in {kind} are not read, because their {count:,} pictures have other captions: {names[kind]}"
         for kind, count in Counter(item.kind for item in unread).items()
     ]
 
 
 def _how_to_read(unread: _Unread, source: Source) -> str:
     if unread.holder is not None:
-        return f"captions are those of {unread.holder.name} there. Write them into it, or remove it"
+        return f"captions come from {unread.holder.name} there. Write them into it, or remove it"
     if unread.file.name in UNREAD_METADATA:
         return f"convert it to {METADATA}"
     given = source.options.get("caption_extension")
@@ -249,12 +249,10 @@ class _Tree:
         found: list[str] = []
         if self.repeated:
             names = shortened(self.repeated, SHOWN_NAMES)
-            found.append(f"{len(self.repeated):,} links to folders that are read already, or hold this one: {names}")
+            found.append(f"{len(self.repeated):,} links to folders that are read already, or contain this one: {names}")
         if self.runs:
             names = shortened(self.runs, SHOWN_NAMES)
-            found.append(
-                f"{len(self.runs):,} directories of runs are left out, with their curves and pictures: {names}"
-            )
+            found.append(f"{len(self.runs):,} run directories are left out, with their curves and pictures: {names}")
         if self.cache:
             found.append(f"{self.cache} is left out with its pictures, because it is the cache (data.cache_dir)")
         return found

@@ -151,8 +151,8 @@ def cached_latents(
     """
     if dataset.view.random_crop:
         raise UsageError(
-            "--data.crop random: a crop that is drawn for each epoch has no latent to cache. Set crop to centre, or "
-            "encode without a cache."
+            "--data.crop random: the crop changes with each epoch, so its latent cannot be cached. Set crop to centre, "
+            "or encode without a cache."
         )
     background = list(dataset.view.background)
     cache = TensorCache(root, identity.about("latents", pixels=PIXELS, background=background), cap_bytes)
@@ -229,7 +229,7 @@ def _fill(
     filling.barrier()
     damaged += cache.delete_damaged()
     if damaged:
-        logger.warning("%s: %s damaged entries of the cache are deleted and computed again", label, f"{damaged:,}")
+        logger.warning("%s: %s damaged cache entries are deleted and recomputed", label, f"{damaged:,}")
     missing = cache.missing(by_key)
     # A process that looks after another has begun to write sees fewer missing entries, and would divide them otherwise.
     filling.barrier()
@@ -288,8 +288,8 @@ def _finite(tensors: Mapping[str, Tensor], job: _Job, label: str) -> Mapping[str
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UsageError(
-                f"{label}: {name} of {job.name} holds NaN or infinity. Finite values are required: check the encoder's "
-                "weights, or give it a wider dtype (SDXL's VAE overflows in fp16)."
+                f"{label}: {name} of {job.name} contains NaN or infinity. Finite values are required: check the "
+                "encoder's weights, or give it a wider dtype (SDXL's VAE overflows in fp16)."
             )
     return tensors
 

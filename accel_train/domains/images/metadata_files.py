@@ -71,7 +71,7 @@ class _Rows:
         lines = choice_notices(self.fields, self.source)
         if self.twice:
             lines.append(
-                f"{len(self.twice):,} rows name pictures that a file of a folder above names too, which is read: "
+                f"{len(self.twice):,} rows name pictures that a file in a folder above also names; that one is read: "
                 f"{shortened(self.twice, SHOWN_NAMES)}"
             )
         return lines
@@ -133,21 +133,21 @@ def _csv_rows(text: str, named: str, left_out: list[LeftOut]) -> Iterator[tuple[
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header = next(reader, [])
     if len(set(header)) < len(header):
-        raise csv.Error(f"two columns of one name among {header}")
+        raise csv.Error(f"two columns have the same name: {header}")
     for values in reader:
         place = f"{named}:{reader.line_num}"
         if len(values) == len(header):
             yield place, dict(zip(header, values, strict=True))
         elif values:
-            detail = f"{len(values)} values, {len(header)} columns; a text with commas goes between double quotes"
-            left_out.append(LeftOut(place, "another number of values than columns", detail))
+            detail = f"{len(values)} values, {len(header)} columns; put a text with commas in double quotes"
+            left_out.append(LeftOut(place, "not as many values as columns", detail))
 
 
 def _file_name(row: Mapping[str, Any], place: str, source: Source) -> str:
     name = row.get("file_name")
     if not isinstance(name, str):
         raise UsageError(
-            f"{source.named}: {place} has no text in 'file_name', its fields are {sorted(row)}. Each row must name its "
+            f"{source.named}: {place} has no text in 'file_name'; its fields are {sorted(row)}. Each row must name its "
             "picture below the folder."
         )
     # Prefixed to names by `find` and some tools.

@@ -55,7 +55,7 @@ class PriorConfig:
             refuse_without_effect(self, "data.prior", names, "without data.prior.path", "give it pictures of the class")
         if self.count and not (self.caption and self.caption.strip()):
             raise UsageError(
-                f"data.prior.count {self.count}: the base draws pictures of data.prior.caption, and there is none; "
+                f"data.prior.count {self.count}: the base draws pictures of data.prior.caption, which is not set; "
                 "give --data.prior.caption 'a dog'"
             )
         if self.count and self.path is not None and self.path.partition(":")[0] in ("emoji", "hub"):
@@ -162,7 +162,7 @@ class PictureDataConfig:
         self._refuse_prior_below()
         decoding.colour(self.background)
         if len(set(self.resolutions)) < len(self.resolutions):
-            raise UsageError(f"--data.resolutions {list(self.resolutions)}: each must be there once.")
+            raise UsageError(f"--data.resolutions {list(self.resolutions)}: each may be given only once.")
         if len(self.resolutions) == 1:
             because = f"with one resolution in data.resolutions: {self.resolutions[0]}"
             refuse_without_effect(self, "data", ["resolution_choice"], because, "give several")
@@ -177,8 +177,8 @@ class PictureDataConfig:
         drawn = expand_path(self.prior.path).resolve()
         if drawn == training or training in drawn.parents:
             raise UsageError(
-                f"data.prior.path {self.prior.path!r}: is in data.path {self.path!r}, whose pictures are all learned, "
-                "those too that data.prior.count draws; give a folder outside of it"
+                f"data.prior.path {self.prior.path!r}: is inside data.path {self.path!r}, whose pictures are all "
+                "learned, including those that data.prior.count draws; give a folder outside it"
             )
 
     @property

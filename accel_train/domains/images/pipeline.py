@@ -290,7 +290,7 @@ class PicturePipeline:
         if not 0 <= scale < float("inf"):
             raise UsageError(f"scale {scale}: a finite number of 0 or more is required")
         if scale != 1 and self._chosen == BASE:
-            raise UsageError(f"scale {scale:g}: is of an adapter, and the base is drawn alone; leave it out")
+            raise UsageError(f"scale {scale:g}: belongs to an adapter, but only the base is drawn; leave it out")
         parts = [part for part in self.pipeline.components.values() if isinstance(part, nn.Module)]
         with scaled_adapter(parts, self._chosen, scale):
             yield
@@ -336,7 +336,7 @@ class PicturePipeline:
         lines.append(adapter_files.write_diffusers(directory, tensors, found, described["denoiser"]))
         facts = described.get("kohya")
         if facts is None:
-            reason = f"{described['family']} has no names in kohya's scripts; use {adapter_files.DIFFUSERS_FILE}"
+            reason = f"kohya's scripts have no names for {described['family']}; use {adapter_files.DIFFUSERS_FILE}"
         elif found.get("use_dora"):
             reason = f"its readers do not agree on how DoRA is written; use {adapter_files.DIFFUSERS_FILE}"
         else:
@@ -353,7 +353,7 @@ def _refuse_out_of_range(steps: int | None, guidance: float | None, side: int | 
     if min(counts, default=1) < 1 or not is_scale:
         raise UsageError(
             f"steps {steps}, guidance {guidance}, side {side}: steps and side of 1 or more, and a finite guidance of 0 "
-            "or more, are required; None takes that of the evaluation in training"
+            "or more, are required; None takes the value of the evaluation in training"
         )
 
 

@@ -101,8 +101,8 @@ def _refuse_moved(config: BaseConfig, directory: Path) -> None:
     if config.revision is not None or not Path(source).is_absolute() or Path(source).is_dir():
         return
     raise UsageError(
-        f"{directory}: its base, {source}, is not on this machine; put it there. If it is a diffusers pipeline, the "
-        "place of the same files does as well: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE "
+        f"{directory}: its base, {source}, is not on this machine; put it there. If it is a diffusers pipeline, "
+        "another path to the same files also works: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE "
         "--adapters mine=PATH"
     )
 

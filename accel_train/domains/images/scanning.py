@@ -85,7 +85,7 @@ class Pictures:
         """Lines for the log: omissions and their reasons."""
         lines = [*left_out_notices(self.left_out), *self.about_source]
         if self.animated:
-            lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
+            lines.append(f"only the first frame is used of {self.animated:,} pictures with several")
         return lines
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ OPTIONS = {name: f"--data.{name}" for name in ("split", "image_column", "caption
 NO_CAPTION = "picture without a caption"
 """Reason for leaving a picture out."""
 CLASS_FOLDERS = (
-    "Where each class has a folder, a metadata.csv with the columns file_name and text makes its name the caption."
+    "If each class has a folder, its name can be the caption: write a metadata.csv with the columns file_name and text."
 )
 """Remedy for pictures without captions."""
 
@@ -138,12 +138,12 @@ def caption_of_row(
     for name in columns:
         value = row.get(name)
         if isinstance(value, str) and _has_surrogate(value):
-            return LeftOut(place, "its caption is no text", f"{name!r} holds half of a surrogate pair")
+            return LeftOut(place, "its caption is not text", f"{name!r} contains half of a surrogate pair")
         if isinstance(value, str):
             return on_one_line(value)
         if value is not None and not (isinstance(value, float) and math.isnan(value)):
             kind = KINDS.get(type(value), f"a {type(value).__name__}")
-            return LeftOut(place, "its caption is no text", f"{name!r} is {kind}, text is required")
+            return LeftOut(place, "its caption is not text", f"{name!r} is {kind}; text is required")
     return None
 
 
@@ -165,8 +165,8 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
     other = "" if option is None else f"; {option} chooses another"
     first, second = found
     if one_column:
-        return [f"captions are those of {first!r}, and those of {second!r} are not read{other}"]
-    return [f"captions are those of {first!r}, and in rows without one those of {second!r}{other}"]
+        return [f"captions come from {first!r}; those of {second!r} are not read{other}"]
+    return [f"captions come from {first!r}, and in rows without one from {second!r}{other}"]
 
 
 def refuse_extension(extension: str, option: str) -> None:

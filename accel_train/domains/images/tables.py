@@ -50,7 +50,7 @@ class ShardBytes:
         path = Path(value["path"] or "") if isinstance(value, dict) else Path()
         # A table may come from anywhere, and must not name files of this machine.
         if path.is_absolute() or ".." in path.parts:
-            raise OSError(f"its path {str(path)!r} leaves the folder of the table")
+            raise OSError(f"its path {str(path)!r} points outside the folder of the table")
         return _content(value, self.table.file_of(self.row).parent)
 
 
@@ -72,8 +72,8 @@ def list_shards(source: Source, cache: Path) -> Listing:
     index = index_shards(source.option, source.path, cache)
     if index.format == "jsonl":
         raise UsageError(
-            f"{source.named}: rows of JSONL hold no pictures. Name the file metadata.jsonl, put it into the folder of "
-            "the pictures, and give the folder."
+            f"{source.named}: rows of JSONL contain no pictures. Name the file metadata.jsonl, put it into the folder "
+            "of the pictures, and give the folder."
         )
     columns = index.types[0]
     image_column = source.image_column or _only_picture_column(columns, source)
@@ -248,5 +248,5 @@ def _content(value: Any, folder: Path) -> bytes:
             return read_regular(folder / path)
         value = content
     if not isinstance(value, bytes):
-        raise OSError(f"the row holds {type(value).__name__}, no bytes of a picture")
+        raise OSError(f"the row contains {type(value).__name__}, not the bytes of a picture")
     return value

@@ -53,7 +53,7 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     stem = weights.best_stem(directory)
     tensors = by_key_of_peft(weights.find_tensors(directory, stem))
     if not tensors:
-        raise UsageError(f"{directory}: {stem}.safetensors holds no adapters; give a run with --lora.rank")
+        raise UsageError(f"{directory}: {stem}.safetensors contains no adapters; give a run with --lora.rank")
     return tensors
 
 
@@ -102,7 +102,7 @@ def _settings(directory: Path) -> Any:
     # Other kinds, such as IA3, have other tensors under names of their own.
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise UsageError(f"{path}: is of the kind {str(kind)[:40]!r}; adapters of peft's kind 'LORA' are required")
+        raise UsageError(f"{path}: is of peft's type {str(kind)[:40]!r}; adapters of its type 'LORA' are required")
     init = values.get("init_lora_weights", True)
     if init not in INITS:
         raise UsageError(
@@ -128,7 +128,7 @@ def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected
         if tensors[key].shape != tuple(expected[key])
     ]
     problems = [f"{key}: not in the file" for key in missing]
-    problems += [f"{key}: no layer of this base takes it" for key in unknown]
+    problems += [f"{key}: this base has no layer for it" for key in unknown]
     problems += misfits
     if problems:
         raise UsageError(
@@ -153,8 +153,8 @@ def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: 
         given = " and ".join(pair.given for pair in other.values())
         required = " ".join(f"--{name} {_shown(pair.theirs)}" for name, pair in other.items())
         raise UsageError(
-            f"{given}: the adapters of --init_from, {initial_weights}, were trained with {required}, and would compute "
-            f"something else; give {required}"
+            f"{given}: the adapters of --init_from, {initial_weights}, were trained with {required}, and would "
+            f"otherwise compute something else; give {required}"
         )
 
 
@@ -166,7 +166,7 @@ def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOf
     if foreign and peft_layout.folders(directory):
         raise UsageError(
             f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
-            "option here has; merge them into the base with peft, and start from that"
+            "option here can set; merge them into the base with peft, and start from that"
         )
 
 
@@ -340,7 +340,7 @@ def refuse_whole_model(name: str, directory: Path) -> None:
     """Raise ``UsageError`` for a directory given as adapters but without any."""
     if not is_adapter(directory):
         raise UsageError(
-            f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
+            f"adapters {name}={directory}: contains a whole model, not adapters; give a run with --lora.rank, or a "
             "folder of peft"
         )
 
@@ -355,7 +355,7 @@ def compare_bases(
     """
     if recorded is None or reference is None:
         # Most existing adapters do not name these files, so they cannot be refused.
-        logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
+        logger.warning("%s does not record the files of its base, so they are not compared with %s", directory, owner)
     else:
         refuse_other_base(recorded, reference, directory)
 
@@ -364,7 +364,7 @@ def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for ambiguous or unusable names of adapters."""
     for name in names:
         if name == BASE or name in taken or not NAME.fullmatch(name):
-            reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or no plain name"
+            reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or not a plain name"
             raise UsageError(
                 f"adapters {name!r}: {reason}; give names of letters, digits, - and _, other than base"
                 + "".join(f", {one}" for one in taken)
@@ -376,4 +376,4 @@ def refuse_unknown(adapter: str, known: tuple[str, ...]) -> None:
     if adapter != BASE and adapter not in known:
         listed = ", ".join([BASE, *known])
         hint = did_you_mean(nearest(adapter, [BASE, *known]))
-        raise UsageError(f"adapter {adapter!r}: this model has none of that name{hint}; it has {listed}")
+        raise UsageError(f"adapter {adapter!r}: this model has no adapter of that name{hint}; it has {listed}")

@@ -137,8 +137,8 @@ def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, dev
         layers = [name for name in names if not HEAD.search(name) and name != head]
         if not layers:
             raise UsageError(
-                f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and other layers "
-                "have no 8 or 4 bits; use bf16"
+                f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear except its head, and other "
+                "layers cannot be stored in 8 or 4 bits; use bf16"
             )
         # Before the adapters, which are then made for the quantised layers.
         quantised.quantise(model, layers, base, compute=dtype_of(precision), device=device)
@@ -198,7 +198,7 @@ def _describe_experts(model: nn.Module, config: LoraConfig) -> list[str]:
     base = f", and are not in {config.base_precision}" if config.base_precision in quantised.BITS else ""
     return [
         f"{count:,} of {frozen:,} weights are in 3-D parameters of experts ({endings}) and have no adapter, because "
-        f"they are no linear layers{base}"
+        f"they are not linear layers{base}"
     ]
 
 
@@ -225,7 +225,7 @@ def _describe_tied_head(model: nn.Module) -> list[str]:
     if not hasattr(head, "get_base_layer") or head.weight is not plain.get_input_embeddings().weight:
         return []
     return [
-        "the adapter on the head changes the output alone, and not the input embeddings tied to it; export --merged "
+        "the adapter on the head changes only the output, not the input embeddings tied to it; export --merged "
         "writes the two as separate weights (tie_word_embeddings: false)"
     ]
 
@@ -288,7 +288,7 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
             if any(name.endswith(f".{target}") for name in _stacked_experts(model)):
                 hint = ", but a 3-D parameter of experts, which takes no adapter here"
             raise UsageError(
-                f"{option}: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
+                f"{option}: {target!r} is not a linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
         chosen.update(matching)

@@ -120,7 +120,7 @@ def refuse_missing(named: str, model: nn.Module, missing: Iterable[str], unread:
     if needed:
         raise UsageError(
             f"{named}: its files lack tensors ({len(needed):,}), which would stay random: "
-            f"{shortened(needed, SHOWN_TENSORS)}. Required are all of them; download it again, or give another one"
+            f"{shortened(needed, SHOWN_TENSORS)}. All of them are required; download it again, or give another one"
         )
     with torch.no_grad():
         for name in names:
@@ -135,9 +135,9 @@ def refuse_empty_vocabulary(named: str, tokenizer: Any) -> None:
     ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
     if len(ordinary) < ORDINARY_AT_LEAST:
         raise UsageError(
-            f"{named}: its tokenizer has no vocabulary ({len(ordinary)} tokens that are not special). Required is a "
-            "tokenizer.json, or the files that it is made of (vocab.json and merges.txt, vocab.txt, spiece.model); "
-            "download it again"
+            f"{named}: its tokenizer has no vocabulary ({len(ordinary)} tokens that are not special). A "
+            "tokenizer.json, or the files that it is made of (vocab.json and merges.txt, vocab.txt, spiece.model), "
+            "is required; download it again"
         )
 
 

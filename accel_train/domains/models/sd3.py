@@ -105,7 +105,8 @@ class SD3(nn.Module):
         side = self.config.max_side
         if max(height, width) > side:
             raise UsageError(
-                f"latents of {height} x {width} patches: positions reach to {side} x {side}. Make the pictures smaller."
+                f"latents of {height} x {width} patches: positions cover only {side} x {side}. Make the "
+                "pictures smaller."
             )
         fixed = cast(Tensor, self.positions)
         return fixed[centred_places((height, width), (side, side), fixed.device)]

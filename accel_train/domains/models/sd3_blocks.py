@@ -49,7 +49,7 @@ def build(
     on_meta = model.text_head.weight.is_meta
     if start_step == 0 and not on_meta:
         new = load_blocks(model, source)
-        logger.info(f"model.blocks_from {source}: blocks of SD3 loaded; initialised anew: {shortened(new, 20)}")
+        logger.info(f"model.blocks_from {source}: blocks of SD3 loaded; newly initialised: {shortened(new, 20)}")
     return model
 
 
@@ -62,8 +62,8 @@ def _check_options(options: ModelConfig, init_from: str | None) -> None:
         )
     if init_from is not None:
         raise UsageError(
-            f"--model.blocks_from {options.blocks_from!r} with --init_from {init_from!r}: a run starts from one of "
-            "them. Leave one out."
+            f"--model.blocks_from {options.blocks_from!r} with --init_from {init_from!r}: a run starts from only "
+            "one of them. Leave one out."
         )
 
 
@@ -80,7 +80,7 @@ def load_blocks(model: MultimodalMMDiT, source: str) -> list[str]:
     normalised = settings.get("qk_norm") is not None
     if (depth, heads, normalised) != (shape.depth, shape.heads, shape.qk_norm):
         raise UsageError(
-            f"--model.blocks_from {source!r}: {depth} blocks, {heads} heads and qk_norm {normalised}, the model has "
+            f"--model.blocks_from {source!r}: {depth} blocks, {heads} heads and qk_norm {normalised}; the model has "
             f"{shape.depth}, {shape.heads} and {shape.qk_norm}. Set --model.depth, heads and qk_norm to the source's."
         )
     try:

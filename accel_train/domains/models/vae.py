@@ -83,9 +83,9 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
             shape = module.decode(trial).sample.shape
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise UsageError(
-                f"{option} {source!r}: a {type(module).__name__} encodes no picture of {TRIAL_SIDE} x {TRIAL_SIDE} "
-                f"pixels ({type(error).__name__}: {str(error)[:120]}); an autoencoder of pictures, such as "
-                "AutoencoderKL, is required"
+                f"{option} {source!r}: a {type(module).__name__} cannot encode a picture of {TRIAL_SIDE} x "
+                f"{TRIAL_SIDE} pixels ({type(error).__name__}: {str(error)[:120]}); an autoencoder of pictures, such "
+                "as AutoencoderKL, is required"
             ) from None
     if shape != (1, CHANNELS, TRIAL_SIDE, TRIAL_SIDE):
         raise UsageError(
@@ -108,7 +108,7 @@ def _refuse_other(part: str, found: str, expected: str, named: str) -> None:
     if found != expected:
         raise UsageError(
             f"{named}: the sha256 of its {part} is {found[:12]}, and the model was trained on latents of "
-            f"{expected[:12]}; bring back the autoencoder of the training"
+            f"{expected[:12]}; restore the autoencoder of the training"
         )
 
 
@@ -147,9 +147,9 @@ def _load(source: str, revision: str | None, option: str) -> tuple[Any, str | No
             failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
     else:
         raise UsageError(
-            f"{option} {source!r} cannot be loaded ({failures[-1]}). Required is the Hub id or folder of an "
-            "autoencoder of diffusers with safetensors weights, or of a pipeline that has one (without a network it "
-            "must be in the cache)"
+            f"{option} {source!r} cannot be loaded ({failures[-1]}). The Hub id or folder of a "
+            "diffusers autoencoder with safetensors weights, or of a pipeline that has one, is required (without a "
+            "network it must be in the cache)"
         )
     refuse_missing(f"{option} {source!r}", model, found["missing_keys"])
     return model, commit

@@ -19,7 +19,7 @@ def check_model(model: PdeModelConfig, objective: ObjectiveConfig, checkpoints: 
     """Refuse model options that have no effect in the run."""
     model.refuse_unread()
     if sum(model.stages) == 1:
-        because = "on a single block (model.depth, or model.depths of pdet_unet), for the first is never skipped"
+        because = "on a single block (model.depth, or model.depths of pdet_unet), because the first is never skipped"
         refuse_without_effect(objective, "objective", ["drop_path"], because, "give more blocks")
     check_residual(objective, checkpoints, model.residual_depth)
 
@@ -30,7 +30,7 @@ def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
         return
     if len(tasks) == 1 and weights[0] > 1 and len(weights) == 1:
         raise UsageError(
-            f"task_weights {list(weights)}: has no effect with the only task {tasks[0]}, for all steps are its own. "
+            f"task_weights {list(weights)}: has no effect with the only task {tasks[0]}, because it gets all steps. "
             "Leave it at None, or add a task to data.tasks."
         )
     if len(weights) == len(tasks):
@@ -58,8 +58,8 @@ def check_residual(objective: ObjectiveConfig, checkpoints: CheckpointConfig, de
     patience, metric = checkpoints.patience, checkpoints.best_metric
     if start is not None and patience is not None and "_refined_" not in str(metric):
         raise UsageError(
-            f"checkpoints.patience {patience} with objective.residual_from {start}: {metric} is of the plain "
-            "prediction, which keeps still in that stage. Give a refined metric, such as --checkpoints.best_metric "
+            f"checkpoints.patience {patience} with objective.residual_from {start}: {metric} measures the plain "
+            "prediction, which does not change in that stage. Give a refined metric, such as --checkpoints.best_metric "
             "TASK_refined_nrmse, or leave one of the two out."
         )
 
@@ -113,8 +113,8 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     for applies, name, value, default, what in options:
         if value != default and not applies:
             raise UsageError(
-                f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
-                "a task."
+                f"{name} {value}: has no effect, because no task of data.tasks {what}. Leave it at {default}, or add "
+                "such a task."
             )
     for task in tasks:
         if strides[task.name] > 1:
@@ -148,8 +148,8 @@ def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) ->
         if value and needs_centres:
             raise UsageError(
                 f"objective.{name} {value:g}: with data.resolution_{space}d {task.grid[1]}, one point in {stride} "
-                f"along each axis is read of {task.name}, and not the centres of the cells that it stands for. "
-                f"Leave data.resolution_{space}d at None, bring files of that resolution, or leave {name} at 0."
+                f"along each axis of {task.name} is read, which is not the centre of the cell that it stands for. "
+                f"Leave data.resolution_{space}d at None, give files of that resolution, or leave {name} at 0."
             )
 
 
@@ -164,7 +164,7 @@ def check_stages(objective: ObjectiveConfig, schedule: ScheduleConfig, max_steps
     notices: list[str] = []
     if max_steps <= first:
         notices.append(
-            f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"
+            f"objective.autoencode_steps {first}: the operator learns only after it; {ends}, so it learns nothing"
         )
     if start is None:
         return notices
@@ -187,7 +187,7 @@ def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, d
         longer = "give a later --schedule.decay_steps (to resume, --allow schedule.decay_steps as well)"
     if start < warmup or end - start <= warmup:
         raise UsageError(
-            f"objective.residual_from {start}: the learning rate starts again there, and warms up for {warmup} steps "
+            f"objective.residual_from {start}: the learning rate restarts there, and warms up for {warmup} steps "
             f"before and after; the {what} ends at step {end}. Move it, lower schedule.warmup_steps, or {longer}."
         )
     for length in (start, end - start):
@@ -195,6 +195,6 @@ def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, d
             schedules.check_lengths(schedule, length, f"the {length} steps of a stage")
         except UsageError as error:
             raise UsageError(
-                f"objective.residual_from {start}: the schedule begins again there, with {start} steps before and "
+                f"objective.residual_from {start}: the schedule restarts there, with {start} steps before and "
                 f"{end - start} after: {error}, or move objective.residual_from"
             ) from None

@@ -40,7 +40,7 @@ def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransf
         value, default = getattr(config, name), getattr(PdeModelConfig, name)
         if value != default and not any((shape.grid[0] == 1) == (space == 1) for shape in shapes):
             raise UsageError(
-                f"model.{name} {value}: has no effect, for no task of data.tasks has {space}-D fields. Leave it at "
+                f"model.{name} {value}: has no effect, because no task of data.tasks has {space}-D fields. Leave it at "
                 f"{default}, or add such a task."
             )
     return PdeTransformerConfig(shapes, config)

@@ -70,8 +70,8 @@ class ObjectiveConfig:
         for name, weight in whole.items():
             if weight and self.queries is not None:
                 raise UsageError(
-                    f"objective.{name} {weight:g}: is of the whole grid, and objective.queries {self.queries} decodes "
-                    "a part of it. Leave queries at None, or this weight at 0."
+                    f"objective.{name} {weight:g}: needs the whole grid, but objective.queries {self.queries} decodes "
+                    "only part of it. Leave queries at None, or this weight at 0."
                 )
         if self.freeze_autoencoder and not self.autoencode_steps:
             raise UsageError(
@@ -79,7 +79,7 @@ class ObjectiveConfig:
                 "random initial values. Give the first stage some steps, or do not freeze them."
             )
         if self.freeze_autoencoder:
-            because = "with objective.freeze_autoencoder: true, for the inverse terms train encoder and decoder"
+            because = "with objective.freeze_autoencoder: true, because the inverse terms train encoder and decoder"
             refuse_without_effect(self, "objective", ["inverse_every"], because)
         if self.inverse_weight == 0:
             because = "with objective.inverse_weight: 0, which leaves the inverse terms out"

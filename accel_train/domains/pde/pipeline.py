@@ -62,8 +62,8 @@ class FieldOptions:
     def __post_init__(self) -> None:
         if self.output.lower().endswith(".png"):
             raise UsageError(
-                f"output {self.output}: is the name of the picture beside the predicted fields; give these a name of "
-                "their own, such as fields.safetensors"
+                f"output {self.output}: is the name of the picture beside the predicted fields; give the fields "
+                "another name, such as fields.safetensors"
             )
 
 
@@ -156,7 +156,7 @@ class FieldPipeline:
         fields, parameters = _read_fields(options.input, self._shapes())
         if options.parameters:
             if parameters is not None:
-                raise UsageError(f"parameters: {options.input} holds parameters as well; leave one of the two out")
+                raise UsageError(f"parameters: {options.input} contains parameters as well; leave one of the two out")
             parameters = torch.tensor(options.parameters)
         predicted = self(
             fields, parameters, task=own.name, steps=options.steps, refine=options.refine, seed=options.seed
@@ -326,9 +326,9 @@ def _refuse_not_finite(task: FieldTask, inputs: Tensor, predicted: Tensor, step:
     if step:
         fewer = f", or at most {step} steps"
     raise UsageError(
-        f"input: the prediction of step {step + 1} from sample {sample} holds NaN or infinity; its values are up to "
+        f"input: the prediction of step {step + 1} from sample {sample} contains NaN or infinity; its values are up to "
         f"{size:.3g} standard deviations from the mean of the fields that {task.name} was trained on. Give fields of "
-        f"their size{fewer}"
+        f"similar size{fewer}"
     )
 
 
@@ -350,5 +350,5 @@ def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
         raise UsageError(f"input {file}: cannot be read ({error}); a .safetensors or .npy file is required") from None
     if "input" not in tensors:
         names = ", ".join(sorted(tensors)[:6]) or "nothing"
-        raise UsageError(f"input {file}: holds {names}; a tensor `input` is required: {shapes}")
+        raise UsageError(f"input {file}: contains {names}; a tensor `input` is required: {shapes}")
     return tensors["input"], tensors.get("parameters")

@@ -46,7 +46,7 @@ def conditioned_rollout(
     """
     if len(proposals) < config.candidates:
         raise UsageError(
-            f"candidates {config.candidates}: there are {len(proposals)} proposals, at least as many as candidates are "
+            f"candidates {config.candidates}: there are {len(proposals)} proposals; at least as many as candidates are "
             "required. Lower candidates."
         )
     paths = [state[:, None]]  # each (B, 1 + steps so far, C, H, W)

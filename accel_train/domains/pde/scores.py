@@ -181,7 +181,7 @@ def zero_notices(task: FieldTask, sums: Mapping[str, Tensor]) -> Iterator[str]:
     if counted < rows:
         yield (
             f"{task.name}: {rows - counted:.0f} of {rows:.0f} scored targets are 0 everywhere and have no relative "
-            "error: they are left out of nRMSE, of the model and of the baselines, and of the spectral error"
+            "error: they are left out of nRMSE (of the model and the baselines) and of the spectral error"
         )
     if "channels" not in sums:
         return
@@ -254,8 +254,8 @@ def metric_names(data: FieldData, refined: bool) -> list[str]:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
-                f"data.tasks {' '.join(task.name for task in data.tasks)}: the metric {name} would be that of two of "
-                "them, or of one and of all; rename a task, in its files as well."
+                f"data.tasks {' '.join(task.name for task in data.tasks)}: the metric {name} would belong to two of "
+                "them, or to one and to all; rename a task, in its files as well."
             )
     return names
 

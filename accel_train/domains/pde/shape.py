@@ -33,7 +33,7 @@ class TaskShape:
         if self.same_fields and self.input_channels != self.target_channels:
             raise UsageError(
                 f"task {self.name}: same_fields with {self.input_channels} input and {self.target_channels} target "
-                "channels: as many are required. Set same_fields to false."
+                "channels: equal numbers are required. Set same_fields to false."
             )
 
     @property

@@ -82,7 +82,7 @@ def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, perio
         axis = 1 if cells[1] >= cells[0] else 0  # the longer one
         if cells[axis] % 2:
             raise UsageError(
-                f"model.max_tokens: {max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task} are more and "
+                f"model.max_tokens: {max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task} exceed it and "
                 f"cannot be halved. Raise --model.max_tokens or --{option}."
             )
         cells[axis] //= 2

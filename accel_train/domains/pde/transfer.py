@@ -44,7 +44,7 @@ def names_in_weights(
     if keeps_residual and own_residual <= has_residual:
         return None
     if own_residual:
-        logs.info(logger, f"the residual network starts from initial values, and not from {directory}")
+        logs.info(logger, f"the residual network starts from initial values, not from {directory}")
     names: dict[str, str | None] = {}
     for name in model.state_dict():
         names[name] = None if name.startswith(RESIDUAL) else _renumbered(name, origins)

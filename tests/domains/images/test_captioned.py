@@ -137,7 +137,7 @@ def test_the_rows_of_an_autoencoder_are_the_same_data_on_any_machine(tmp_path):
     [
         ({"vae": None}, "vae needs an autoencoder, and none is given"),
         ({"size": 18}, "size 18 with --pictures.patch 2: a multiple of 4 is required.* Set size 16"),
-        ({"vae": "nothing"}, r"--pictures.vae 'nothing' cannot be loaded .*autoencoder of diffusers"),
+        ({"vae": "nothing"}, r"--pictures.vae 'nothing' cannot be loaded .*diffusers autoencoder"),
         ({"vae_revision": "main"}, "is a folder and has no revision 'main'"),
         ({"latents": "pixels"}, "pictures.vae: .* has no effect with pictures.latents: pixels"),
     ],
@@ -157,7 +157,7 @@ def test_an_autoencoder_of_videos_and_another_one_are_refused(tmp_path):
     folder = tmp_path / "video"
     made = AutoencoderKLQwenImage(base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
     made.save_pretrained(folder)
-    with pytest.raises(UsageError, match="a AutoencoderKLQwenImage encodes no picture of 64 x 64"):
+    with pytest.raises(UsageError, match="a AutoencoderKLQwenImage cannot encode a picture of 64 x 64"):
         load_vae(str(folder), None, "--pictures.vae")
     save_vae(tmp_path / "vae")
     recorded = load_vae(str(tmp_path / "vae"), None, "the autoencoder").reference
@@ -193,7 +193,7 @@ def test_people_stay_in_yellow_without_the_skin_tones(tmp_path):
     [
         ({"size": 48}, "size: 48: has no effect with pictures.latents: none"),
         ({"latents": "pixels", "size": 30}, "multiple of the patch is required. Set size 32"),
-        ({"latents": "pixels", "leave_out": ("flag",)}, "no group of the bundled emoji"),
+        ({"latents": "pixels", "leave_out": ("flag",)}, "not a group of bundled emoji"),
     ],
 )
 def test_options_without_effect_are_refused(options, message):

@@ -168,7 +168,7 @@ def test_pictures_of_something_else_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"were drawn with caption 'a cat', now 'a dog'; delete them"):
         draw(folder, place, 1, caption="a dog")
     (place / class_pictures.RECORD).write_text("{")
-    with pytest.raises(UsageError, match=r"drawn.json cannot be read .*restore it, or delete it and them"):
+    with pytest.raises(UsageError, match=r"drawn.json cannot be read .*Restore it, or delete it and them"):
         draw(folder, place, 1)
     (place / class_pictures.RECORD).unlink()
     (place / "metadata.jsonl").write_text("")

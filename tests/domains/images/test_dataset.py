@@ -96,7 +96,7 @@ def test_the_default_folder_is_not_looked_for_on_the_hub(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     # Any question to the Hub would import it.
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"--data\.path 'pictures': the default, and there is no such folder here"):
+    with pytest.raises(UsageError, match=r"--data\.path 'pictures': the default, but there is no such folder here"):
         prepare_pictures(PictureDataConfig(cache_dir=str(tmp_path / "cache")))
 
 
@@ -104,7 +104,7 @@ def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
     data = prepared(folder, tmp_path / "cache", heldout_fraction=1e-9)
     assert (len(data.train), len(data.heldout)) == (2, 1)
-    assert any("few pictures are held out, 1 of 3: the hash of a file decides" in line for line in data.notices)
+    assert any("few pictures are held out, 1 of 3: a hash of each file decides" in line for line in data.notices)
     none = prepared(folder, tmp_path / "cache", heldout_fraction=0)
     assert len(none.heldout) == 0
     assert not any("few pictures" in line for line in none.notices)
@@ -281,7 +281,7 @@ def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_si
     ("options", "message"),
     [
         ({"resolutions": (4,)}, "each resolution must be at least bucket_step"),
-        ({"resolutions": (32, 32)}, "each must be there once"),
+        ({"resolutions": (32, 32)}, "each may be given only once"),
         ({"resolution_choice": "each"}, "has no effect with one resolution"),
         ({"caption_extension": "txt"}, "a dot and one word are required"),
         ({"caption_extension": ".en.txt"}, "'.en.txt': a dot and one word"),

@@ -161,7 +161,7 @@ def write_index(folder: Path, text: str) -> BaseConfig:
 
 def test_a_family_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     config = write_index(tmp_path, '{"_class_name": "AudioLDMPipeline", "vae": ["diffusers", "AutoencoderKL"]}')
-    expected = r"is a AudioLDMPipeline: .* no scheduler and no unet or transformer. Known are .*Flux \(FluxPipeline\)"
+    expected = r"is a AudioLDMPipeline: .* no scheduler and no unet or transformer. Known: .*Flux \(FluxPipeline\)"
     with pytest.raises(UsageError, match=expected):
         find_base(config)
 
@@ -190,7 +190,7 @@ def test_a_folder_of_a_component_is_refused_with_that_of_its_pipeline(bases: dic
     message = rf"unet': the folder has no model_index.json, .*; give --base.source {re.escape(folder)}$"
     with pytest.raises(UsageError, match=message):
         find_base(BaseConfig(source=f"{folder}/unet"))
-    with pytest.raises(UsageError, match=r"no model_index.json, so it is no diffusers pipeline; give the folder that"):
+    with pytest.raises(UsageError, match=r"no model_index.json, so it is not a diffusers pipeline; give a folder that"):
         find_base(BaseConfig(source=str(tmp_path)))
 
 
@@ -323,7 +323,7 @@ def test_a_pipeline_with_positions_has_a_largest_picture(bases: dict[str, Base])
 
 @pytest.mark.parametrize("name", NAMES)
 def test_targets_that_the_denoiser_lacks_are_refused_without_its_weights(name: str, bases: dict[str, Base]) -> None:
-    with pytest.raises(UsageError, match=r"lora\.targets: 'to_zz' is no linear layer of "):
+    with pytest.raises(UsageError, match=r"lora\.targets: 'to_zz' is not a linear layer of "):
         refuse_unknown_targets(bases[name], LoraConfig(rank=2, targets=("to_zz",)))
     for targets in (None, ("attention",), ("all-linear",)):
         refuse_unknown_targets(bases[name], LoraConfig(rank=2, targets=targets))

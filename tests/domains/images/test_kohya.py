@@ -73,7 +73,7 @@ def write(folder: Path, pipeline: Any, tensors: Adapter) -> dict[str, str]:
     facts = kohya_facts(family, levels.prediction, denoiser_of(pipeline).config, "base", tiny.SIDE)
     assert facts is not None
     line = adapter_files.write_kohya(folder, tensors, {"r": RANK, "lora_alpha": ALPHA}, facts)
-    assert ("diffusers draws the base with it" in line) == (family == "StableDiffusion3Pipeline")
+    assert ("diffusers ignores this file" in line) == (family == "StableDiffusion3Pipeline")
     with safe_open(folder / adapter_files.KOHYA_FILE, "pt") as file:
         return file.metadata()
 

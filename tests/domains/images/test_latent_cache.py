@@ -137,7 +137,7 @@ def test_latents_that_are_not_finite_are_refused(folder: Path, tmp_path: Path, v
         mean[-1, 0, 0, 0] = value
         return Latents(mean, logvar)
 
-    with pytest.raises(UsageError, match=r"latents: mean of \d+.png holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"latents: mean of \d+.png contains NaN or infinity"):
         cached_latents(dataset(folder), broken, encoder.identity, tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     assert np.abs(plain - exported).max() > 3
     file = adapter_files.KOHYA_FILE
     if name == "sana":
-        assert f"without {file}: Sana has no names in kohya's scripts; use {adapter_files.DIFFUSERS_FILE}" in printed
+        assert f"without {file}: kohya's scripts have no names for Sana; use {adapter_files.DIFFUSERS_FILE}" in printed
     else:
         assert f"{file}: {len(adapter) // 2} layers" in printed
     # And the whole pipeline that the adapter makes of its base, without the base.
@@ -228,7 +228,7 @@ def test_a_run_below_its_pictures_does_not_learn_its_own_report(made: Path, tmp_
 
 def test_class_pictures_are_not_drawn_among_those_of_training(tmp_path: Path) -> None:
     prior = PriorConfig(path=str(tmp_path / "photos" / "class"), caption="a dog", count=4)
-    with pytest.raises(UsageError, match=r"data.prior.path '.*class': is in data.path '.*photos'"):
+    with pytest.raises(UsageError, match=r"data.prior.path '.*class': is inside data.path '.*photos'"):
         PictureDataConfig(path=str(tmp_path / "photos"), prior=prior)
 
 
@@ -271,7 +271,7 @@ def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
     for name in ("config.json", "pipeline.json", "README.md"):
         (tmp_path / "plain" / name).unlink(missing_ok=True)
     both.attach({"plain": tmp_path / "plain"})
-    assert "nothing says which files its base is" in caplog.text
+    assert "does not record the files of its base" in caplog.text
     assert np.array_equal(drawn[1], np.asarray(both(PROMPT, seed=7, adapter="plain")))
 
 
@@ -352,7 +352,7 @@ def test_an_earlier_row_that_cannot_be_read_is_named(
         (("--evaluation.side", "5"), r"evaluation.side 5: .*; give 8$"),
         (
             ("--evaluation.side", "None", "--data.resolutions", "20"),
-            r"resolutions \[20\]: its first is evaluation.side",
+            r"resolutions \[20\]: the first is used because evaluation.side",
         ),
         (("--data.resolutions", "20", *PRIOR), r"data.prior.count 2 draws pictures of 20x20: .*; give 16 or 24"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),

@@ -300,5 +300,5 @@ def test_a_fraction_that_would_work_is_named(tmp_path: Path) -> None:
     assert fraction is not None
     assert len(prepare(train, tmp_path, heldout_fraction=float(fraction[1])).heldout) >= 2
     one = rows_folder(tmp_path / "one", [(number, "one caption") for number in range(20)])
-    with pytest.raises(UsageError, match=r"1 groups .* --data\.heldout_path, or bring more pictures"):
+    with pytest.raises(UsageError, match=r"1 groups .* --data\.heldout_path, or add more pictures"):
         prepare(one, tmp_path, heldout_fraction=0.1)

@@ -93,7 +93,7 @@ def test_an_adapter_is_drawn_with_a_share_of_its_strength(pipeline: PicturePipel
     theirs = draw_picture(pipeline.pipeline, pipeline.base.family, prompts, 0, tiny.SIDE, 2, None)
     pipeline.pipeline.set_adapters(["default"])
     torch.testing.assert_close(theirs, drawn[0.5], rtol=0, atol=1e-6)
-    with pytest.raises(UsageError, match=r"scale 0.5: is of an adapter, and the base is drawn alone"):
+    with pytest.raises(UsageError, match=r"scale 0.5: belongs to an adapter, but only the base is drawn"):
         pipeline.draw(PROMPT, adapter="base", scale=0.5)
     with pytest.raises(UsageError, match=r"scale nan: a finite number of 0 or more is required"):
         pipeline.draw(PROMPT, scale=float("nan"))

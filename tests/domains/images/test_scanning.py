@@ -93,7 +93,7 @@ def test_runs_and_the_cache_below_are_no_pictures(tmp_path: Path) -> None:
     assert captions(found) == captions(before)
     assert not found.left_out
     assert found.notices == [
-        "2 directories of runs are left out, with their curves and pictures: runs/one, linked",
+        "2 run directories are left out, with their curves and pictures: runs/one, linked",
         "cache is left out with its pictures, because it is the cache (data.cache_dir)",
     ]
 
@@ -218,7 +218,7 @@ def test_sideways_and_animated_pictures_are_used(tmp_path: Path) -> None:
     found = read(folder, tmp_path / "cache")
     sizes = {p.name: (p.width, p.height) for p in found.pictures}
     assert sizes == {"000.png": (48, 32), "moving.gif": (16, 16), "turned.jpg": (32, 48)}
-    assert found.notices == ["the first frame is taken of 1 pictures with several"]
+    assert found.notices == ["only the first frame is used of 1 pictures with several"]
 
 
 # -------------------------------------------------------------------------------------------------- metadata.jsonl
@@ -364,12 +364,12 @@ def test_rows_of_metadata_csv(tmp_path: Path) -> None:
     found = read(metadata_csv(folder, *rows), tmp_path / "cache")
     assert captions(found) == {"000.png": "a", "002.png": "c"}
     assert reasons(found) == {
-        "metadata.csv:3": "another number of values than columns",
+        "metadata.csv:3": "not as many values as columns",
         "metadata.csv:4": "caption without a picture",
         "001.png": "not named in metadata.csv",
     }
     assert captions(read(folder, tmp_path / "cache", caption_column="prompt")) == {"000.png": "b", "002.png": ""}
-    for line, says in (("file_name;text", "no text in 'file_name'"), ("text,text", "two columns of one name")):
+    for line, says in (("file_name;text", "no text in 'file_name'"), ("text,text", "two columns have the same name")):
         with pytest.raises(UsageError, match=says):
             read(metadata_csv(folder, line, "000.png" + line[4:5]), tmp_path / "cache")
 
@@ -389,14 +389,14 @@ def test_rows_of_folders_below_name_pictures_there(tmp_path: Path) -> None:
     assert captions(found) == expected
     assert reasons(found) == {"test/metadata.csv:3": "caption without a picture"}
     assert found.notices[-1] == (
-        "captions of test/metadata.csv, train/metadata.jsonl and of other folders are read together; to read one "
-        f"alone, give its path: {train}"
+        "captions of test/metadata.csv, train/metadata.jsonl and of other folders are read together; to read only "
+        f"one, give its path: {train}"
     )
     # The outermost file that names a picture is read.
     metadata(data, {"file_name": "train/001.png", "text": "outer"})
     found = read(data, tmp_path / "cache")
     assert captions(found) == {"train/001.png": "outer", "test/000.png": "c", "train/000.png": "a"}
-    assert any("1 rows name pictures that a file of a folder above names" in notice for notice in found.notices)
+    assert any("1 rows name pictures that a file in a folder above also names" in notice for notice in found.notices)
 
 
 def test_repeats_in_the_names_of_folders_are_not_read(tmp_path: Path) -> None:
@@ -447,7 +447,9 @@ def test_captions_that_are_not_read_are_said_where_there_are_others(tmp_path: Pa
     (folder / "000.caption").write_text("another")
     found = read(folder, tmp_path / "cache")
     assert captions(found)["000.png"] == "picture number 0"
-    assert found.notices == ["captions in .caption files are not read, as their 1 pictures have others: 000.caption"]
+    assert found.notices == [
+        "captions in .caption files are not read, because their 1 pictures have other captions: 000.caption"
+    ]
 
 
 def test_captions_beside_rows_are_not_read(tmp_path: Path) -> None:
@@ -455,9 +457,11 @@ def test_captions_beside_rows_are_not_read(tmp_path: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,text\n000.png,b")
     found = read(folder, tmp_path / "cache")
     assert captions(found) == {"000.png": "a"}
-    assert found.notices == ["captions in .txt files are not read, as their 1 pictures have others: 000.txt"]
+    assert found.notices == [
+        "captions in .txt files are not read, because their 1 pictures have other captions: 000.txt"
+    ]
     metadata(folder, {"file_name": "000.png"})
-    with pytest.raises(UsageError, match=r"such as 000\.txt for 000\.png; captions are those of metadata\.jsonl there"):
+    with pytest.raises(UsageError, match=r"such as 000\.txt for 000\.png; captions come from metadata\.jsonl there"):
         read(folder, tmp_path / "cache")
     (folder / "000.txt").unlink()
     with pytest.raises(UsageError, match=r"such as metadata\.csv for 000\.png"):
@@ -512,7 +516,7 @@ def test_a_path_in_a_table_stays_in_its_folder(tmp_path: Path) -> None:
     found = read(folder, tmp_path / "cache")
     assert list(captions(found).values()) == ["row 2"]
     assert [item.reason for item in found.left_out] == ["cannot be read"] * 2
-    assert all("leaves the folder" in item.detail for item in found.left_out)
+    assert all("points outside the folder" in item.detail for item in found.left_out)
 
 
 def test_a_path_in_a_table_is_below_its_own_folder(tmp_path: Path) -> None:
@@ -666,7 +670,7 @@ def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     found = read(folder, tmp_path / "cache")
     # NaN is a missing text in the tables of pandas.
     assert captions(found) == {"000.png": "ok", "001.png": None, "006.png": None}
-    assert {item.reason for item in found.left_out} == {"its caption is no text"}
+    assert {item.reason for item in found.left_out} == {"its caption is not text"}
     assert {item.name: item.detail for item in found.left_out} == {
         "metadata.jsonl:3": "'text' is a number, text is required",
         "metadata.jsonl:4": "'text' is a list, text is required",
@@ -706,7 +710,7 @@ def test_half_a_character_is_no_caption(tmp_path: Path) -> None:
     found = read(folder, tmp_path / "cache")
     assert captions(found) == {"001.png": "whole \U0001f600"}
     assert [tuple(item) for item in found.left_out] == [
-        ("metadata.jsonl:1", "its caption is no text", "'text' holds half of a surrogate pair")
+        ("metadata.jsonl:1", "its caption is not text", "'text' contains half of a surrogate pair")
     ]
 
 
@@ -718,7 +722,7 @@ def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
     made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
     found = read(tmp_path / "saved", tmp_path / "cache")
     assert [tuple(item) for item in found.left_out] == [
-        ("row 0", "its caption is no text", "'caption' is a list, text is required")
+        ("row 0", "its caption is not text", "'caption' is a list, text is required")
     ]
 
 
@@ -728,7 +732,7 @@ def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> N
     chooses = "; --data.caption_column chooses another"
     table = table_of(tmp_path / "table", 2, text=["a", None], caption=["b", "b"])
     found = read(table, tmp_path / "cache")
-    assert found.notices == [f"captions are those of 'text', and those of 'caption' are not read{chooses}"]
+    assert found.notices == [f"captions come from 'text'; those of 'caption' are not read{chooses}"]
     assert list(captions(found).values()) == ["a", None]
     assert not read(table, tmp_path / "cache", caption_column="caption").notices
 
@@ -741,7 +745,7 @@ def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> N
     metadata(without_texts(folder), *rows)
     for source in (folder, tmp_path / "saved"):
         found = read(source, tmp_path / "cache")
-        assert found.notices == [f"captions are those of 'text', and in rows without one those of 'caption'{chooses}"]
+        assert found.notices == [f"captions come from 'text', and in rows without one from 'caption'{chooses}"]
         assert list(captions(found).values()) == ["a", "b"]
 
 
@@ -774,7 +778,7 @@ def test_pictures_behind_links_to_folders_are_read_once(tmp_path: Path) -> None:
     (folder / "circle").symlink_to(folder / "circle")
     found = read(folder, tmp_path / "cache")
     assert list(captions(found)) == ["000.png", "other/000.png", "z/000.png"]
-    assert found.notices == ["3 links to folders that are read already, or hold this one: again, twin, up"]
+    assert found.notices == ["3 links to folders that are read already, or contain this one: again, twin, up"]
 
 
 def test_a_folder_without_permission_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,7 +342,7 @@ def test_adapters_stand_side_by_side(run: Path, trained: Path, capsys: pytest.Ca
         both.draw(PROMPTS[0], adapter="othr")
     with pytest.raises(UsageError, match="'other': is in use"):
         both.attach({"other": other / "checkpoints" / "checkpoint_00000002"})
-    with pytest.raises(UsageError, match="holds no adapters but a whole model"):
+    with pytest.raises(UsageError, match="contains a whole model, not adapters"):
         accel_train.load(trained, adapters={"base_run": run})
 
     words = ["sample", str(trained), "--prompt", PROMPTS[0], "--adapters", f"other={other}", "--adapter", "other"]
@@ -454,9 +454,9 @@ def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
     with pytest.raises(UsageError, match=f"runs/image-demo is not there; make it with: {MAKE_DEMO}"):
         find_base(BaseConfig(source="runs/image-demo"))
     (tmp_path / "runs" / "image-demo" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UsageError, match=f"it holds none yet.*make it with: {MAKE_DEMO}"):
+    with pytest.raises(UsageError, match=f"it has none yet.*make it with: {MAKE_DEMO}"):
         find_base(BaseConfig(source="runs/image-demo"))
-    with pytest.raises(UsageError, match=r"is no model of pictures of recipes/mmdit\.py"):
+    with pytest.raises(UsageError, match=r"is not a picture model of recipes/mmdit\.py"):
         find_base(BaseConfig(source=str(text_run(tmp_path / "texts"))))
     with pytest.raises(UsageError, match=r"base\.guidance: 3: has no effect with base\.source"):
         find_base(BaseConfig(source=str(run), guidance=3.0))

@@ -500,7 +500,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         with_trained_text(base, TEXT, "zero3")
     for target in ("to_q", "text_projection"):
         text = TextEncoderConfig(rank=2, targets=(target,))
-        with pytest.raises(UsageError, match=f"text_encoders.targets: '{target}' is no linear layer"):
+        with pytest.raises(UsageError, match=f"text_encoders.targets: '{target}' is not a linear layer"):
             built(trained(base), text)
     config = tmp_path / "text_encoder" / "config.json"
     config.write_text(config.read_text().replace("CLIPTextModel", "T5EncoderModel"))

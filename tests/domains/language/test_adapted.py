@@ -492,7 +492,7 @@ def test_adapters_of_peft_are_taken_without_a_reference(
         tmp_path.joinpath(name).write_bytes((exported / name).read_bytes())
     pipeline = load(base, adapters={"theirs": tmp_path})
     assert torch.equal(logits(pipeline.model), logits(load(run).model))
-    assert "nothing says which files its base is" in caplog.text
+    assert "does not record the files of its base" in caplog.text
     with pytest.raises(UsageError, match=r"do not say which files their base is, as peft writes them; give the base"):
         load(tmp_path)
 
@@ -501,14 +501,14 @@ def test_adapters_of_peft_are_taken_without_a_reference(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--adapter", "polite"], r"adapter 'polite': this model has none of that name; it has base, default"),
+        (["--adapter", "polite"], r"adapter 'polite': this model has no adapter of that name; it has base, default"),
         (["--adapter", "defualt"], r"did you mean 'default'\?"),
         (["--adapters", "a"], r"adapters 'a': NAME=PLACE is required"),
         (["--adapters", "=x"], r"adapters '=x': NAME=PLACE is required"),
         (["--adapters", "a=RUN", "a=RUN"], r"the name 'a' is given twice"),
         (["--adapters", "base=RUN"], r"adapters 'base': 'base' stands for the base alone"),
-        (["--adapters", "default=RUN"], r"adapters 'default': is in use, or no plain name"),
-        (["--adapters", "a.b=RUN"], r"adapters 'a.b': is in use, or no plain name"),
+        (["--adapters", "default=RUN"], r"adapters 'default': is in use, or not a plain name"),
+        (["--adapters", "a.b=RUN"], r"adapters 'a.b': is in use, or not a plain name"),
         (["--adapters", "a=/nowhere"], r"/nowhere: does not exist"),
     ],
 )
@@ -520,9 +520,9 @@ def test_wrong_names_and_places_are_refused(words: list[str], says: str, run: Pa
 
 def test_a_whole_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     whole = language_run(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"adapters a=.*: holds no adapters but a whole model; give a run"):
+    with pytest.raises(UsageError, match=r"adapters a=.*: contains a whole model, not adapters; give a run"):
         load(base, adapters={"a": whole})
-    with pytest.raises(UsageError, match=r"adapter 'a': this model has none of that name.*; it has base"):
+    with pytest.raises(UsageError, match=r"adapter 'a': this model has no adapter of that name.*; it has base"):
         load(whole)(PROMPT, adapter="a")
 
 
@@ -556,8 +556,8 @@ OURS = '{"pipeline": "accel_train.domains.language.pipeline:LanguagePipeline", "
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another kind": (changed_config({"peft_type": "IA3"}), r"is of the kind 'IA3'; adapters of peft's kind 'LORA'"),
-    "no kind": (changed_config({"peft_type": None}), r"is of the kind 'None'"),
+    "another kind": (changed_config({"peft_type": "IA3"}), r"is of peft's type 'IA3'; adapters of its type 'LORA'"),
+    "no kind": (changed_config({"peft_type": None}), r"is of peft's type 'None'"),
     "a changed base": (changed_config({"init_lora_weights": "pissa"}), r"init_lora_weights 'pissa' changes the base"),
     "no layer": (changed_config({"target_modules": ["nothing"]}), r"does not fit LlamaForCausalLM"),
     "rank": (changed_config({"r": 3}), r"in the file, .* on this base"),
@@ -570,7 +570,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor less": (changed_tensors(remove_one), r"lora_A.weight: not in the file"),
     "a tensor more": (
         changed_tensors(lambda t: t.update(more=torch.zeros(1))),
-        r"more: no layer of this base",
+        r"more: this base has no layer",
     ),
     "NaN": (changed_tensors(spoil_one), r"NaN or infinite"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is not there|no adapters"),

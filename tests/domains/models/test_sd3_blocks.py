@@ -173,7 +173,7 @@ def test_options_that_contradict_the_source_are_refused(tmp_path: Path) -> None:
     for other in (replace(options, bias=False), replace(options, size="demo")):
         with pytest.raises(UsageError, match=r"need --model\.size sd3_medium --model\.bias true"):
             sd3_blocks.build(shape, other)
-    with pytest.raises(UsageError, match="a run starts from one of them"):
+    with pytest.raises(UsageError, match="a run starts from only one of them"):
         sd3_blocks.build(shape, options, init_from="runs/other")
     deeper = replace(options, depth=4, qk_norm=True)
     with pytest.raises(UsageError, match="3 blocks, 4 heads and qk_norm False, the model has 4, 4 and True"):

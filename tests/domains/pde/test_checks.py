@@ -103,7 +103,7 @@ def test_a_run_that_ends_before_the_stage_says_so() -> None:
     (words,) = checks.check_stages(ObjectiveConfig(residual_from=200), WARMUP, 100, 5000)
     assert words.startswith("objective.residual_from 200: the run ends before it, at step 100")
     both = checks.check_stages(ObjectiveConfig(autoencode_steps=100, residual_from=200), WARMUP, 100, 5000)
-    assert both[0].startswith("objective.autoencode_steps 100: the operator learns after it; the run ends before it")
+    assert both[0].startswith("objective.autoencode_steps 100: the operator learns only after it; the run ends before")
     assert both[1:] == [words]
     assert checks.check_stages(ObjectiveConfig(autoencode_steps=99), WARMUP, 100, 100) == []
     assert len(checks.check_stages(ObjectiveConfig(autoencode_steps=100), WARMUP, 100, 100)) == 1

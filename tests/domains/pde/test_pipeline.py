@@ -100,7 +100,7 @@ def test_one_field_has_one_prediction_in_any_company(refined: FieldPipeline) -> 
         (lambda p: p(torch.zeros(1, 1, 16), SPEED, task="advection", steps=2.0), r"steps 2\.0: a whole number"),
         (
             lambda p: p(torch.tensor([[[0.0] * 16], [[3e38, 0.0] * 8]]), SPEED, task="advection"),
-            r"step 1 from sample 1 holds NaN or infinity; its values are up to \S+e\+3\d standard deviations",
+            r"step 1 from sample 1 contains NaN or infinity; its values are up to \S+e\+3\d standard deviations",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_command_writes_fields_and_a_picture(run: Path, pipeline: FieldPipel
     again = tmp_path / "again.safetensors"
     assert sample(run, "--input", tmp_path / "both.safetensors", *words[:2], "--steps", "2", "--output", again) == 0
     assert torch.equal(load_file(again)["fields"], load_file(out)["fields"])
-    with pytest.raises(UsageError, match="holds parameters as well"):
+    with pytest.raises(UsageError, match="contains parameters as well"):
         sample(run, "--input", tmp_path / "both.safetensors", *words)
     np.save(tmp_path / "darcy.npy", np.zeros((1, 1, 8, 8), np.float32))
     steady = tmp_path / "steady.safetensors"
@@ -153,7 +153,7 @@ def test_files_that_cannot_be_read_are_refused(run: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"none\.npy: cannot be read"):
         sample(run, "--task", "darcy", "--input", "none.npy")
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(UsageError, match=r"holds other; a tensor `input` is required: advection \(B, "):
+    with pytest.raises(UsageError, match=r"contains other; a tensor `input` is required: advection \(B, "):
         sample(run, "--task", "darcy", "--input", tmp_path / "other.safetensors")
     np.save(tmp_path / "object.npy", np.array([{"a": 1}], dtype=object))  # pickle
     with pytest.raises(UsageError, match=r"object\.npy: cannot be read"):

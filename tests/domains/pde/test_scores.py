@@ -247,7 +247,7 @@ def test_tasks_whose_metrics_would_have_one_name_are_refused(data: FieldData, na
     tasks = (data.tasks[0], replace(data.tasks[1], name=name))
     rows = data.training | {name: data.training["darcy"]}
     renamed = replace(data, assets=replace(data.assets, tasks=tasks), training=rows)
-    with pytest.raises(UsageError, match=f"data.tasks advection {name}: the metric {metric} would be that of two"):
+    with pytest.raises(UsageError, match=f"data.tasks advection {name}: the metric {metric} would belong to two"):
         scores.metric_names(renamed, refined=True)
 
 

@@ -121,13 +121,13 @@ def test_the_latent_of_an_autoencoder_is_that_of_its_training(folder: Path, tmp_
     pipeline, data = trained_on(folder, tmp_path / "cache", **options)
     assert_latents_are_those_of_training(folder, pipeline, data)
     (tmp_path / "vae").rename(tmp_path / "moved")
-    with pytest.raises(UsageError, match=r"--vae '.*vae' cannot be loaded .* Hub id or folder of an autoencoder"):
+    with pytest.raises(UsageError, match=r"--vae '.*vae' cannot be loaded .* Hub id .* of a diffusers autoencoder"):
         pipeline.caption(folder / "1.png")
     moved = pipeline.with_models(vae=str(tmp_path / "moved"))
     assert moved.caption(folder / "1.png", length=6)
     torch.manual_seed(1)
     tiny.vae(4).save_pretrained(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"the sha256 of its weights is .* bring back the autoencoder of the training"):
+    with pytest.raises(UsageError, match=r"the sha256 of its weights is .* restore the autoencoder of the training"):
         pipeline.with_models(vae=str(tmp_path / "other")).caption(folder / "1.png")
 
 

@@ -71,7 +71,7 @@ def check_groups(option: str, names: tuple[str, ...]) -> None:
     for name in names:
         if name not in known:
             hint = did_you_mean(nearest(name, known))
-            raise UsageError(f"{option} {name!r} is no group of the bundled emoji{hint}; there are {', '.join(known)}")
+            raise UsageError(f"{option} {name!r} is not a group of bundled emoji{hint}; there are {', '.join(known)}")
 
 
 def load_pictures(size: int) -> Tensor:

@@ -201,7 +201,7 @@ def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, 
         # Query, key and value come as three layers, and leave as one.
         found = parts.setdefault(place.name, {})
         if place.part in found:
-            raise UsageError(f"two layers would have the name {place.name}, one is {path}")
+            raise UsageError(f"two layers would have the name {place.name}; one of them is {path}")
         if place.is_swapped:
             layer = _swapped(layer)
         # diffusers reads this layer of Flux without its alpha.
@@ -245,7 +245,8 @@ def place_of(path: str, facts: Mapping[str, str]) -> Place:
     name = table.get(blocks, {}).get(rest)
     if name is None:
         raise UsageError(
-            f"{path} has no name there; give --lora.targets other layers, or use pytorch_lora_weights.safetensors"
+            f"{path} has no name in kohya's format; give --lora.targets other layers, or use "
+            "pytorch_lora_weights.safetensors"
         )
     if number:
         name = f"{table[blocks]['']}.{number}.{name}"

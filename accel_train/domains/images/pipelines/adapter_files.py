@@ -177,7 +177,7 @@ def write_kohya(
     save_file(named, directory / KOHYA_FILE, metadata={"format": "pt", **metadata})
     line = f"{KOHYA_FILE}: {layers} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
     # diffusers looks only for its own keys, and just warns if it finds none.
-    silent = f"; diffusers draws the base with it, without an error: give it {DIFFUSERS_FILE}"
+    silent = f"; diffusers ignores this file without an error and draws the base: give it {DIFFUSERS_FILE}"
     return line + (silent if facts.get("names") == "sd3" else "")
 
 
@@ -254,7 +254,7 @@ def load_into(pipeline: Any, component: str, file: Path, adapter: str) -> None:
     if left_out:
         found = len(expected) - len(left_out)
         raise UsageError(
-            f"{file}: diffusers found {found} of its {len(expected)} tensors in {type(pipeline).__name__}, and not "
+            f"{file}: diffusers found {found} of its {len(expected)} tensors in {type(pipeline).__name__}, but not "
             f"{shortened(left_out, 2)}; give the base that the adapter was trained on"
         )
 

@@ -122,7 +122,7 @@ def notices(options: EvaluationConfig, inputs: Inputs) -> list[str]:
     lines = size_notices({"evaluation.samples": options.samples}, len(heldout))
     if options.heldout_prompts > len(captions):
         lines.append(
-            f"--evaluation.heldout_prompts {options.heldout_prompts:,}: held-out pictures have {len(captions):,} "
+            f"--evaluation.heldout_prompts {options.heldout_prompts:,}: held-out pictures have only {len(captions):,} "
             "different captions, and all of them are drawn"
         )
     return lines
@@ -177,7 +177,7 @@ def summary(metrics: Mapping[str, float], options: EvaluationConfig) -> list[str
         return []
     inside, outside = (metrics[name] for name in JUDGE)
     return [
-        f"pictures of {options.heldout_prompts} held-out captions at most that a classifier calls {options.judge}: "
+        f"pictures of at most {options.heldout_prompts} held-out captions that a classifier calls {options.judge}: "
         f"{metrics[WITHOUT]:.1%} without the adapter, {metrics[WITH]:.1%} with it (it is right on {inside:.1%} of "
         f"held-out {options.judge} and on {outside:.1%} of other emoji)"
     ]

@@ -34,10 +34,10 @@ def refuse_other_folder(folder: Path, source: str) -> None:
     """Raise ``UsageError`` for a folder that holds no pipeline, such as one of its components."""
     if (folder / INDEX).exists():
         return
-    remedy = "give the folder that save_pretrained of a pipeline has written, or a Hub id"
+    remedy = "give a folder that save_pretrained of a pipeline wrote, or a Hub id"
     if (folder.parent / INDEX).is_file():
         remedy = f"it is a component of the pipeline in the folder above; give --base.source {folder.parent}"
-    raise UsageError(f"base.source {source!r}: the folder has no {INDEX}, so it is no diffusers pipeline; {remedy}")
+    raise UsageError(f"base.source {source!r}: the folder has no {INDEX}, so it is not a diffusers pipeline; {remedy}")
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def reading(source: str, folder: Path, file: str) -> Generator[None]:
     except Exception as error:  # failures of files, configs and constructors have no common type
         raise UsageError(
             f"base.source {source!r}: its {folder.name} cannot be loaded ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}). Required is a whole {folder / file}, and files beside it that fit "
-            f"it: {REMEDY}"
+            f"{' '.join(str(error).split())[:200]}). A complete {folder / file} and matching files "
+            f"beside it are required: {REMEDY}"
         ) from None
 
 
@@ -101,8 +101,8 @@ def find_class(source: str, index: Path, component: str, kind: Sequence[Any]) ->
         found = getattr(import_module(kind[0]), str(kind[1]), None)
     if found is None:
         raise UsageError(
-            f"base.source {source!r}: {index} names {kind[0]}.{kind[1]} as the {component}; required is a class of "
-            f"{' or '.join(LIBRARIES)} that is installed. {REMEDY.capitalize()}"
+            f"base.source {source!r}: {index} names {kind[0]}.{kind[1]} as the {component}; an installed class of "
+            f"{' or '.join(LIBRARIES)} is required. {REMEDY.capitalize()}"
         )
     return found
 
@@ -113,7 +113,7 @@ def require_config(source: str, folder: Path, file: str) -> None:
     Where it is absent, transformers would take defaults, and diffusers would look for it on the Hub.
     """
     path = folder / file
-    why = "it is no JSON object with values"
+    why = "it is not a JSON object with values"
     try:
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and found:
@@ -121,7 +121,7 @@ def require_config(source: str, folder: Path, file: str) -> None:
     except OSError as error:
         why = "it is not there" if isinstance(error, FileNotFoundError | NotADirectoryError) else str(error)
     except ValueError as error:
-        why = f"it is no JSON: {error}"
+        why = f"it is not JSON: {error}"
     raise UsageError(f"base.source {source!r}: its {folder.name} needs {path}, and {why}. {REMEDY.capitalize()}")
 
 
@@ -156,7 +156,7 @@ def load_tokenizer(kind: Any, source: str, folder: Path, encoder: Any) -> Any:
     named = f"base.source {source!r}: its {folder.name} in {folder}, which has {present},"
     if len(known) < KNOWN_AT_LEAST:
         raise UsageError(
-            f"{named} knows {len(known)} tokens of {PROBE!r}; required is its vocabulary, a tokenizer.json (or "
+            f"{named} knows {len(known)} tokens of {PROBE!r}; its vocabulary is required, a tokenizer.json (or "
             f"vocab.json and merges.txt, or spiece.model). {REMEDY.capitalize()}"
         )
     _refuse_misfit(named, tokenizer, ids, encoder)
@@ -169,14 +169,14 @@ def _refuse_misfit(named: str, tokenizer: Any, ids: list[int], encoder: Any) -> 
         size = encoder.get_input_embeddings().num_embeddings
         if max(ids) >= size:
             raise UsageError(
-                f"{named} has the token {max(ids)}, and the text encoder has embeddings of {size}. Required is the "
-                f"tokenizer of this encoder: {REMEDY}"
+                f"{named} has the token {max(ids)}, and the text encoder has {size} embeddings. The "
+                f"tokenizer of this encoder is required: {REMEDY}"
             )
     # CLIP's pipelines pad every caption to the length of the tokenizer.
     if type(tokenizer).__name__.startswith("CLIP"):
         longest = getattr(getattr(encoder, "config", None), "max_position_embeddings", LONGEST)
         if tokenizer.model_max_length > longest:
             raise UsageError(
-                f"{named} has a model_max_length of {tokenizer.model_max_length:g} tokens, and {longest:,} are the "
-                f"most. Required is its tokenizer_config.json, with a model_max_length: {REMEDY}"
+                f"{named} has a model_max_length of {tokenizer.model_max_length:g} tokens, more than "
+                f"{longest:,}. Its tokenizer_config.json, with a model_max_length, is required: {REMEDY}"
             )

@@ -32,7 +32,7 @@ def refuse_side(given: str, side: int, pipeline: Any, base: Base) -> None:
     largest = base.largest
     if largest is not None and side > min(largest):
         raise UsageError(
-            f"{given}: {base.source} draws at most {largest[1]}x{largest[0]}, and pictures drawn are squares; give "
+            f"{given}: {base.source} draws at most {largest[1]}x{largest[0]}, and drawn pictures are square; give "
             f"{min(largest) // needed * needed} or less, a multiple of {needed}"
         )
     if side % needed == 0:

@@ -96,7 +96,7 @@ class Inputs:
         """
         refuse_foreign_weights(options, times, levels, self.base.source)
         if not getattr(denoiser_config, "guidance_embeds", False):
-            because = f"with base.source: {self.base.source}, whose denoiser takes no scale of guidance"
+            because = f"with base.source: {self.base.source}, whose denoiser takes no guidance scale"
             instead = "give evaluation.guidance, that of the pictures drawn"
             refuse_without_effect(self.base.config, "base", ["guidance"], because, instead)
         device = self.pipeline.vae.device
@@ -272,7 +272,7 @@ def _refuse_scale(base: Base, pipeline: Any) -> None:
     if scale is not None and not 0 < scale < math.inf:
         raise UsageError(
             f"base.source {base.source}: the config of its VAE has scaling_factor {scale}, by which latents are "
-            "multiplied; a finite number above 0 is required, such as 0.18215 of Stable Diffusion. Correct it"
+            "multiplied; a finite number above 0 is required, such as Stable Diffusion's 0.18215. Correct it"
         )
 
 
@@ -292,7 +292,7 @@ def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
     if too_large:
         height, width = too_large[0]
         raise UsageError(
-            f"data.resolutions {list(config.resolutions)}, data.max_aspect {config.max_aspect:g}: a bucket of "
-            f"{width}x{height} pixels, and {base.source} draws at most {largest[1]}x{largest[0]}; give "
+            f"data.resolutions {list(config.resolutions)}, data.max_aspect {config.max_aspect:g}: a bucket has "
+            f"{width}x{height} pixels, but {base.source} draws at most {largest[1]}x{largest[0]}; give "
             f"--data.resolutions {min(largest)} --data.max_aspect 1 --data.bucket_step {needed}"
         )

@@ -179,7 +179,7 @@ class DiffusersBase:
         is_missing = not self._weights_of(component, variant)
         if variant and is_missing and component == self.family.denoiser:
             raise UsageError(
-                f"base.variant {variant!r}: {self.directory / component} has no safetensors of it; leave it out"
+                f"base.variant {variant!r}: {self.directory / component} has no such safetensors; leave it out"
             )
         return None if is_missing else variant
 
@@ -330,7 +330,7 @@ def find_base(config: BaseConfig) -> Base:
         name, kind = next(iter(foreign.items()))
         raise UsageError(
             f"base.source {config.source!r}: its {name} is {kind[0]}.{kind[1]}, code outside diffusers and "
-            "transformers, which is not run; give a pipeline of these two alone"
+            "transformers, which is not run; give a pipeline that uses only these two"
         )
     if config.prompt_tokens is not None and family.prompt_tokens is None:
         raise UsageError(
@@ -366,8 +366,8 @@ def _download(config: BaseConfig) -> Path:
 def not_loaded(source: str, error: Exception) -> str:
     return (
         f"base.source {source!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-        f"Required is the Hub id or folder of a diffusers pipeline, with {INDEX} and safetensors weights (without a "
-        "network it must be in the cache)."
+        f"The Hub id or folder of a diffusers pipeline, with {INDEX} and safetensors weights, is required (without "
+        "a network it must be in the cache)."
     )
 
 
@@ -396,5 +396,5 @@ def _family(index: dict[str, Sequence[Any]], source: str) -> Family:
         missing.append("unet or transformer")
     lacks = f", and it has no {' and no '.join(missing)}" if missing else ""
     raise UsageError(
-        f"base.source {source!r} is a {class_name}: what its denoiser takes is not known here{lacks}. Known are {known}"
+        f"base.source {source!r} is a {class_name}: the inputs of its denoiser are unknown here{lacks}. Known: {known}"
     )

@@ -75,12 +75,12 @@ def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: 
     """Raise ``UsageError`` for a loss weighting that belongs to another process than the base's."""
     if levels.is_flow and options.snr_weighting != "none":
         raise UsageError(
-            f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
-            "times.weighting; leave it out"
+            f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, which is "
+            "weighted by times.weighting; leave it out"
         )
     if not levels.is_flow and times.weighting != "none":
         raise UsageError(
-            f"times.weighting {times.weighting}: {source} predicts {levels.prediction}, and this weighting is of flow "
+            f"times.weighting {times.weighting}: {source} predicts {levels.prediction}, and this weighting is for flow "
             "matching; leave it out, or give objective.snr_weighting"
         )
 
@@ -206,4 +206,4 @@ def summary(metrics: Mapping[str, float]) -> str:
 def describe_objective(levels: NoiseLevels, family: Family) -> str:
     """Return a notice of the prediction target."""
     predicted = {"epsilon": "the noise", "v_prediction": "v", "sample": "the latent", "flow": "the flow"}
-    return f"{family.name}: by its own config the {family.denoiser} predicts {predicted[levels.prediction]}"
+    return f"{family.name}: according to its config, the {family.denoiser} predicts {predicted[levels.prediction]}"

@@ -78,7 +78,7 @@ class EvaluationConfig:
     def refuse_without_heldout(self, data: PictureDataConfig) -> None:
         """Raise ``UsageError`` for options that draw captions of held-out pictures, if no picture is held out."""
         if data.heldout_path is None and not data.heldout_fraction:
-            because = "with data.heldout_fraction: 0 and no data.heldout_path, for no picture is held out"
+            because = "with data.heldout_fraction: 0 and no data.heldout_path, because no picture is held out"
             names = ("heldout_prompts", "judge")
             refuse_without_effect(self, "evaluation", names, because, "give --data.heldout_fraction 0.05")
 
@@ -89,7 +89,7 @@ class EvaluationConfig:
         side, given = self.side, f"evaluation.side {self.side}"
         if side is None:
             side = data.resolutions[0]
-            given = f"data.resolutions {list(data.resolutions)}: its first is evaluation.side, which is not given"
+            given = f"data.resolutions {list(data.resolutions)}: the first is used because evaluation.side is not given"
         refuse_side(given, side, pipeline, base)
 
     def due(self, done: int, max_steps: int) -> bool:

@@ -194,7 +194,7 @@ def _with_captions(found: Pictures, source: Source, config: PictureOptions) -> t
     if len(left_out) > config.max_left_out * total:
         reasons = "; ".join(left_out_notices(left_out))
         raise UsageError(
-            f"{source.named}: {len(left_out):,} of {total:,} pictures and captions cannot be used, at most "
+            f"{source.named}: {len(left_out):,} of {total:,} pictures and captions cannot be used; at most "
             f"--pictures.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or "
             "raise the share."
         )
@@ -207,7 +207,7 @@ def _refuse_too_few(train: Sequence[Picture], heldout: Sequence[Picture], data: 
     if not train or len(heldout) < 2:
         raise UsageError(
             f"--data.path {data.path!r}, --data.heldout_path {data.heldout_path!r}: {len(train)} training and "
-            f"{len(heldout)} held-out captions; at least 1 and 2 are required, of pictures that are not in both. Bring "
+            f"{len(heldout)} held-out captions; at least 1 and 2 are required, of pictures that are not in both. Add "
             "more pictures."
         )
 
@@ -229,14 +229,14 @@ def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
     # The upper half of a key decides the side.
     groups = len({key >> 32 for key in sides})
     fraction = _working_fraction(sides)
-    remedy = "or bring more pictures"
+    remedy = "or add more pictures"
     if fraction is not None:
         remedy = f"set --data.heldout_fraction {fraction:g}, {remedy}"
     raise UsageError(
         f"--data.path {data.path!r}, --data.heldout_fraction {data.heldout_fraction:g}: {len(kept) - held_out} "
         f"training and {held_out} held-out captions; at least 1 and 2 are required. All pictures of a caption, and all "
-        f"captions of a picture, are on one side, which leaves {groups:,} groups to choose from. Give "
-        f"held-out pictures of their own with --data.heldout_path, {remedy}."
+        f"captions of a picture, stay on one side, which leaves {groups:,} groups to choose from. Give "
+        f"separate held-out pictures with --data.heldout_path, {remedy}."
     )
 
 

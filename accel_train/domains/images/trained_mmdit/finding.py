@@ -45,8 +45,8 @@ def find(config: BaseConfig) -> MMDiTBase:
     grid = described.get("latent_grid")
     if described.get("recipe") != "mmdit" or grid is None or "latent" not in described.get("sampler", {}):
         raise UsageError(
-            f"base.source {source!r}: {directory} is no model of pictures of recipes/mmdit.py; give a run such as "
-            f"{DEMO}, which is made by: {MAKE_DEMO}"
+            f"base.source {source!r}: {directory} is not a picture model of recipes/mmdit.py; give a run such as "
+            f"{DEMO}, made by: {MAKE_DEMO}"
         )
     path = f"{directory / 'config.json'}"
     sampler = from_tree(LatentSamplingConfig, described["sampler"]["latent"], f"{path}: sampler.latent")
@@ -76,18 +76,18 @@ def _directory(source: str) -> Path:
     path = expand_path(source)
     make = f"make it with: {MAKE_DEMO}" if source == DEMO else "give the directory of a run, or of a checkpoint"
     if not path.is_dir():
-        raise UsageError(f"base.source {source!r}: {path} is not there; {make}")
+        raise UsageError(f"base.source {source!r}: {path} does not exist; {make}")
     if (path / manifest.MANIFEST).is_file():
         try:
             return commit.verify(path).path
         except ValueError as error:
-            raise UsageError(f"base.source {source!r}: does not verify ({error}); give another checkpoint") from None
+            raise UsageError(f"base.source {source!r}: fails verification ({error}); give another checkpoint") from None
     if (path / ASSETS / "assets.json").is_file():
         return path
     found, reasons = commit.newest_verified(path / "checkpoints")
     if found is None:
-        why = "; ".join(reasons) or "it holds none yet"
-        raise UsageError(f"base.source {source!r}: no checkpoint of {path} can be used ({why}); {make}")
+        why = "; ".join(reasons) or "it has none yet"
+        raise UsageError(f"base.source {source!r}: no checkpoint in {path} can be used ({why}); {make}")
     return found.path
 
 

@@ -38,8 +38,8 @@ DECIDE_SHAPES = ("lora.rank", "lora.targets", f"{PART}.rank", f"{PART}.targets")
 DEFAULT_TARGETS = ("attention",)
 REASONS = {
     "Stable Diffusion 3": "its CLIP encoders share the prompt with a T5, whose output would have to be kept too",
-    "Flux": "of its CLIP encoder it reads one vector, and its T5 has 4.8 billion values",
-    "MMDiT of recipes/mmdit.py": "it has no text encoder, its denoiser embeds captions itself (--lora.targets)",
+    "Flux": "it reads only one vector of its CLIP encoder, and its T5 has 4.8 billion values",
+    "MMDiT of recipes/mmdit.py": "it has no text encoder; its denoiser embeds captions itself (--lora.targets)",
 }
 OTHER_REASON = "its text encoder is a language model of billions of values"
 
@@ -91,13 +91,13 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
     if base.config.encoder_precision != "fp32":
         raise UsageError(
             f"base.encoder_precision {base.config.encoder_precision}: with text_encoders.rank {options.rank} the text "
-            "encoders are trained, and lora.base_precision is their dtype as well; leave it out, or give fp32 in "
-            "place of a preset's"
+            "encoders are trained, and lora.base_precision is their dtype as well; leave it out, or give fp32 "
+            "instead of a preset's"
         )
     if base.config.offload_encoders:
         raise UsageError(
             f"base.offload_encoders: with text_encoders.rank {options.rank} the text encoders are trained, and "
-            "--offload_frozen is for their blocks as well; leave it out"
+            "--offload_frozen also covers their blocks; leave it out"
         )
     if strategy == "zero3":
         # There, transformers gathers parameters even of a model on the meta device, built only to be counted.
@@ -113,7 +113,7 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
         if kinds[0] not in CLIP or found.get("use_attention_mask"):
             raise UsageError(
                 f"{asked}, and its {name} is {kinds[0]} (use_attention_mask: {found.get('use_attention_mask')}); "
-                f"required is one of {' and '.join(CLIP)}, without a mask. Leave text_encoders.rank out"
+                f"one of {' and '.join(CLIP)}, without a mask, is required. Leave text_encoders.rank out"
             )
     # The same family with tokens as its conditioning: caches, loader and dropout need no change.
     family = replace(base.family, encode=joint.tokenise, predict=joint.predict, embed=_embed)

@@ -74,7 +74,7 @@ def draw_missing(
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise UsageError(
-            f"data.prior.path {prior.path!r}: {len(absent)} pictures that other processes drew are not there, such as "
+            f"data.prior.path {prior.path!r}: {len(absent)} pictures that other processes drew are missing, such as "
             f"{absent[0]}; give a folder that all machines share, or draw them on one machine first"
         )
     if not missing:
@@ -115,7 +115,7 @@ def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: boo
     rows = [name for name in METADATA_FILES if (folder / name).is_file()]
     if is_added_to and rows:
         raise UsageError(
-            f"{option}: its captions are in {rows[0]}, and pictures that are drawn have theirs in text files; give "
+            f"{option}: its captions are in {rows[0]}, but drawn pictures have theirs in text files; give "
             "an empty folder, or leave data.prior.count out"
         )
     record = folder / RECORD
@@ -125,8 +125,8 @@ def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: boo
         before = strict_json.read_object(record)
     except ValueError as error:
         raise UsageError(
-            f"{option}: {record} cannot be read ({error}), which says from what {STEM}*.png beside it were drawn; "
-            "restore it, or delete it and them"
+            f"{option}: {record} cannot be read ({error}); it records how the {STEM}*.png beside it were drawn. "
+            "Restore it, or delete it and them"
         ) from None
     if before != drawn_from:
         others = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in drawn_from.items()]

@@ -117,7 +117,7 @@ def describe_masks(masks: Masks | None, pictures: Sequence[Picture]) -> list[str
     if masks.config.source == "alpha":
         return [f"the loss counts where a picture is opaque, {outside}"]
     contents = {picture.content for picture in pictures}
-    return [f"the loss counts inside of {len(masks.files):,} masks, {outside}; {len(contents):,} pictures in all"]
+    return [f"the loss counts inside {len(masks.files):,} masks, {outside}; {len(contents):,} pictures in all"]
 
 
 def _pixels(picture: Picture) -> int:
@@ -142,8 +142,8 @@ def _different_masks(*copies: tuple[Picture, tuple[Path, str] | None]) -> UsageE
     names = [picture.name for picture, _ in copies]
     return UsageError(
         f"data.mask.source files: {names[0]} and {names[1]} are the same picture, byte for byte, with different masks "
-        f"({masks[0]}; {masks[1]}), and a picture has one mask. Save one of the two again, in another format or with "
-        "another compression, so that the files differ; or give both the same mask, or delete one picture."
+        f"({masks[0]}; {masks[1]}), but a picture has only one mask. Save one of the two again, in another format or "
+        "with another compression, so that the files differ; or give both the same mask, or delete one picture."
     )
 
 

@@ -78,8 +78,8 @@ class FieldAssets:
             if (positive <= 0).any():
                 names = ", ".join(compress(own.parameters, own.logarithmic))
                 raise UsageError(
-                    f"task {task}: parameters {names} are read by their logarithm and go down to "
-                    f"{float(positive.min()):g}; above 0 is required, as in the training split"
+                    f"task {task}: parameters {names} are read as logarithms and go down to "
+                    f"{float(positive.min()):g}; values above 0 are required, as in the training split"
                 )
             values = torch.where(logarithmic, values.log(), values)
         scaled = own.parameter.normalise(values, trailing=0)

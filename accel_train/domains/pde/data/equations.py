@@ -100,7 +100,7 @@ class PdeDataConfig:
 
     def _check_generation(self) -> None:
         if unknown := [task for task in self.tasks if task not in KINDS]:
-            raise UsageError(f"--data.tasks {unknown[0]}: cannot be generated; choose of {', '.join(KINDS)}.")
+            raise UsageError(f"--data.tasks {unknown[0]}: cannot be generated; choose from {', '.join(KINDS)}.")
         read: set[str] = set()
         for task in self.tasks:
             read.update(KINDS[task].options)
@@ -123,7 +123,7 @@ class PdeDataConfig:
         ranges = {"speed": self.speed, "viscosity": self.viscosity}
         for name, (low, high) in ranges.items():
             if low > high:
-                raise UsageError(f"--data.{name} {low} {high}: the lowest comes first. Swap them.")
+                raise UsageError(f"--data.{name} {low} {high}: the lower value must come first. Swap them.")
 
     def resolution(self, space: int) -> int:
         """Return the number of points per axis of generated fields in ``space`` dimensions, 1 or 2."""

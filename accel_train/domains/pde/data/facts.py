@@ -142,7 +142,7 @@ def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
     # The sample's number in the file, where the user can look it up.
     wrong = part.first + start + int(wrong_rows.argmax())
     raise UsageError(
-        f"--data.path: sample {wrong} of {part.file} holds NaN, infinity or a number beyond 3.4e38 (float32) in "
+        f"--data.path: sample {wrong} of {part.file} contains NaN, infinity or a number beyond 3.4e38 (float32) in "
         f"{' or '.join(part.datasets)}. Finite fields are required: write the file again, or leave the sample out."
     )
 
@@ -218,8 +218,8 @@ def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
     if any(task.logarithmic):
         names = ", ".join(compress(task.parameters, task.logarithmic))
         yield (
-            f"{task.name}: {names} are read by their logarithms: they differ by more than {WIDE:g} times in the "
-            "training files that the scales are from"
+            f"{task.name}: {names} are read as logarithms: they differ by a factor of more than {WIDE:g} in the "
+            "training files that set the scales"
         )
     deviations = task.target.std
     if max(deviations) > WIDE * min(deviations):
@@ -227,9 +227,9 @@ def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
         most, least = (first + deviations.index(pick(deviations)) for pick in (max, min))
         yield (
             f"{task.name}: channel {most} varies {max(deviations) / min(deviations):.3g} times as much as channel "
-            f"{least}, and nRMSE is of all channels together: errors of channel {least} count in the loss, and hardly "
+            f"{least}, and nRMSE covers all channels together: errors of channel {least} count in the loss, but hardly "
             f"in nRMSE. Look at {task.name}_nrmse_channel{least}, or write the channels in units in which they vary "
-            "alike"
+            "about equally"
         )
     yield from _offset_notices(fields, task)
     sizes = file_sizes(fields, task.target_channels)
@@ -238,8 +238,8 @@ def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
     if sizes[large] > WIDE * sizes[small]:
         yield (
             f"{task.name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those "
-            f"of {small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with "
-            "a --data.path of its own"
+            f"of {small}, and they share one scale: errors of the small ones hardly count. Train them separately, each "
+            "with a --data.path of its own"
         )
 
 
@@ -253,5 +253,5 @@ def _offset_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
             yield (
                 f"{task.name}: channel {channel} varies by {std:.3g} about {mean:.4g}, and float32 rounds it by "
                 f"{ratio / 2**24:.1g} of that: nRMSE, the error over the size of the field, says little about what "
-                "varies. Write the field without its mean"
+                "varies. Subtract the mean from the field"
             )

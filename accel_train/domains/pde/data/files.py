@@ -104,8 +104,8 @@ class StoredFields(NamedTuple):
         if not 0 < count <= end - first:
             raise UsageError(
                 f"--data.{split}_samples: {count} of {self.part.file} are needed for {split}, but "
-                f"{max(0, end - first)} of its {len(self.parameters)} samples are left for that split. At least 1 and "
-                "no more than that are required: lower the number, or bring more data."
+                f"{max(0, end - first)} of its {len(self.parameters)} samples are left for it. At least 1 and "
+                "at most that many are required: lower the number, or add more data."
             )
         part = self.part._replace(first=first, samples=count, stride=self._stride(resolution))
         parameters = self.parameters[first : first + count]
@@ -123,7 +123,7 @@ class StoredFields(NamedTuple):
             # The last point must also be n away from the first, across the periodic boundary.
             divided = math.gcd(*axes)
             strides = [stride for stride in strides if divided % stride == 0]
-            rule = f"with one n that divides {divided}, as the fields are periodic"
+            rule = f"with an n that divides {divided}, because the fields are periodic"
         # If several n give the same number of points, take the smallest.
         choices = {math.ceil(width / stride): stride for stride in reversed(strides)}
         if points in choices:
@@ -155,7 +155,7 @@ def write_fields(
             if len(fields) != len(parameters):
                 raise UsageError(
                     f"write_fields: a block for {file} has {len(fields)} samples of fields and {len(parameters)} of "
-                    "parameters; as many of both are required: correct the block."
+                    "parameters; the same number of both is required: correct the block."
                 )
             if not done:
                 _create(file, content, header, (samples, *fields.shape[1:]), (samples, *parameters.shape[1:]))

@@ -139,8 +139,8 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
     if header.dt == 0 and header.conserved and targets != header.input_channels:
         raise UsageError(
             f"--data.path: {file} has the attribute conserved, the integral of each channel, and without time "
-            f"{header.input_channels} input and {targets} target channels; as many are required, to compare one with "
-            "the other. Set conserved to False in the files of both splits."
+            f"{header.input_channels} input and {targets} target channels; equal numbers are required, to compare the "
+            "two. Set conserved to False in the files of both splits."
         )
 
 
@@ -152,8 +152,8 @@ def _check_boundary(file: Path, header: FieldHeader) -> None:
     is_other = meant is not None and len(given) > len(meant) and given.lower().endswith(meant)
     if meant and meant != header.boundary and not is_other:
         raise UsageError(
-            f"--data.path: {file} has the attribute boundary {header.boundary!r}, without effect; {meant!r} is "
-            "required for one with it. Correct it in the files of both splits, or name another boundary."
+            f"--data.path: {file} has the attribute boundary {header.boundary!r}, which has no effect; {meant!r} is "
+            "required for one that has. Correct it in the files of both splits, or name another boundary."
         )
 
 

@@ -51,7 +51,7 @@ def require(file: Path, content: Any, names: Sequence[str]) -> None:
     """
     if missing := [name for name in names if name not in content]:
         raise UsageError(
-            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {contents_of(content)}. "
+            f"--data.path: {file} has no dataset {missing[0]!r}; it contains {contents_of(content)}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
     for name in names:
@@ -91,8 +91,8 @@ def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
     elif stored.external:
         names = ", ".join(name for name, *_ in stored.external)
         raise UsageError(
-            f"--data.path: {file}, {dataset!r}, is kept in raw files ({names}), which HDF5 seeks from the folder of "
-            "the process. A dataset inside of the file is required: write it again without external storage."
+            f"--data.path: {file}, {dataset!r}, is kept in raw files ({names}), which HDF5 looks for in the working "
+            "folder of the process. A dataset inside the file is required: write it again without external storage."
         )
     elif stored.is_virtual:
         _refuse_absent_sources(file, dataset, stored)
@@ -108,7 +108,7 @@ def _refuse_absent_sources(file: Path, dataset: str, stored: Any) -> None:
     for mapping, source in _sources(stored):
         if not source.is_file():
             raise UsageError(
-                f"{where} and its source {source} is missing. {absent} bring that file to this place, or {ONE_FILE}"
+                f"{where} and its source {source} is missing. {absent} copy that file to this path, or {ONE_FILE}"
             )
         try:
             with hdf5().File(source, "r") as content:
@@ -116,12 +116,12 @@ def _refuse_absent_sources(file: Path, dataset: str, stored: Any) -> None:
                 fits = _fits(mapping, content[mapping.dset_name])
         except OSError as error:
             raise UsageError(
-                f"{where} and its source {source} cannot be read ({error}). {absent} bring a whole one, or {ONE_FILE}"
+                f"{where} and its source {source} cannot be read ({error}). {absent} copy a whole one, or {ONE_FILE}"
             ) from None
         if not fits:
             raise UsageError(
                 f"{where} and {mapping.dset_name!r} of its source {source} has fewer values than are taken from it. "
-                f"{absent} bring the whole source, or {ONE_FILE}"
+                f"{absent} copy the whole source, or {ONE_FILE}"
             )
         covered += _points(mapping.vspace, stored.size)
     if covered < stored.size:

@@ -36,16 +36,16 @@ def spacing_of(file: Path, times: Float, count: int) -> float:
     """Return the time between snapshots. Refuses fewer than `count` times, uneven spacing and times that fall."""
     if len(times) < count or count < 2:
         raise UsageError(
-            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, and 2 or "
-            "more, are required: check which file it is."
+            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; one for each, and "
+            "at least 2, are required: check which file it is."
         )
     steps = np.diff(times.astype(np.float64))
     mean = float(steps.mean())
     if not np.allclose(steps, mean, rtol=1e-3, atol=0) or mean <= 0:
         raise UsageError(
             f"--data.path: {file} has times in 't-coordinate' ({times.dtype}) that are {steps.min():g} to "
-            f"{steps.max():g} apart; even spacing above 0, to 1 in 1000, is required: correct them, "
-            "with the digits of float32 or more."
+            f"{steps.max():g} apart; even spacing above 0, to within 1 in 1000, is required: correct them, "
+            "to the precision of float32 or better."
         )
     # Rounded to 6 digits, in any unit of time, to drop the error of a decimal number in float32.
     return float(f"{mean:.6g}")

@@ -53,7 +53,7 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
             missing = f"{task}_{split}{found[0].suffix}"
             raise UsageError(
                 f"--data.path {config.path!r}: {folder} has no {missing}. The training split and the held-out one "
-                f"of task {task!r} are both required, each in a file of its own: bring {missing}, or write it."
+                f"of task {task!r} are both required, each in a file of its own: copy {missing} there, or write it."
             )
         stored = _open(files[0], task)
         size = len(stored.parameters)
@@ -115,12 +115,12 @@ def _refuse_without_a_tenth(files: Sequence[StoredFields]) -> None:
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise UsageError(
-            f"--data.path {config.path!r}: {folder} is a file. The folder around it is required, with the files of "
-            f"both splits: give --data.path {folder.parent}."
+            f"--data.path {config.path!r}: {folder} is a file. The folder that contains it is required, with the files "
+            f"of both splits: give --data.path {folder.parent}."
         )
     if not folder.is_dir():
         raise UsageError(
-            f"--data.path {config.path!r}: {folder} is no folder, or does not exist. One with {task}_train.h5 and "
+            f"--data.path {config.path!r}: {folder} is not a folder, or does not exist. One with {task}_train.h5 and "
             f"{task}_heldout.h5 is required: correct the path."
         )
     others = f" (of PDEBench's, {', '.join(KINDS)} are read)"
@@ -131,8 +131,8 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
         others = f", or PDEBench's {pattern},"
     names = sorted(file.name for file in folder.glob("*"))
     raise UsageError(
-        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it holds: {shortened(names, 8)}. Files "
-        f"{task}_train.h5 and {task}_heldout.h5{others} are required: correct path or --data.tasks."
+        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it contains: {shortened(names, 8)}. "
+        f"Files {task}_train.h5 and {task}_heldout.h5{others} are required: correct path or --data.tasks."
     )
 
 
@@ -147,10 +147,10 @@ def _open(file: Path, task: str) -> StoredFields:
     except OSError as error:
         raise UsageError(
             f"--data.path: {file} cannot be read ({error}). A complete file is required for the training split "
-            "and for the held-out one: bring it, or delete both to use others of the folder."
+            "and for the held-out one: provide it, or delete both to use others of the folder."
         ) from None
     if stored.header.task != task:
-        raise UsageError(f"--data.path: {file} holds task {stored.header.task!r}; {task!r} is required. Rename it.")
+        raise UsageError(f"--data.path: {file} contains task {stored.header.task!r}; {task!r} is required. Rename it.")
     return stored
 
 
@@ -161,7 +161,7 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     """
     if task not in KINDS:
         raise UsageError(
-            f"--data.path: {file} has no dataset 'fields'; it holds {contents_of(content)}. A file of task {task!r} "
+            f"--data.path: {file} has no dataset 'fields'; it contains {contents_of(content)}. A file of task {task!r} "
             "needs fields (N, T, C, H, W), parameters (N, P) and the attributes of docs/pde.md, as "
             f"accel_train.domains.pde.data.files.write_fields writes them; of PDEBench's, {', '.join(KINDS)} are read."
         )
@@ -239,5 +239,5 @@ def _refuse_unread(config: PdeDataConfig, tasks: Iterable[FieldTask]) -> None:
     }
     for name, (what, is_read) in read.items():
         if not is_read:
-            because = f"with data.tasks: {' '.join(config.tasks)}, of which none has {what}"
+            because = f"with data.tasks: {' '.join(config.tasks)}, none of which has {what}"
             refuse_without_effect(config, "data", [name], because, "add a task that has")

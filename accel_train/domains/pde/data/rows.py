@@ -135,7 +135,7 @@ class JoinedRows:
         parts, rows = zip(*map(self._place, indices), strict=True)
         # Grids of different tasks have different shapes.
         if len(set(parts)) > 1:
-            raise ValueError(f"rows {indices[:8]} are of several tasks, which no batch can hold: use TaskSampler")
+            raise ValueError(f"rows {indices[:8]} are of several tasks, which a batch cannot mix: use TaskSampler")
         return self.parts[parts[0]].batch(list(rows))
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -324,8 +324,8 @@ def _refuse_out_of_range(file: Path, facts: FieldFacts) -> None:
         if not smallest <= std <= largest or abs(mean) > largest:
             raise UsageError(
                 f"--data.path: channel {channel} of {file} has mean {mean:.3g} and standard deviation {std:.3g}; "
-                f"{smallest:g} to {largest:g} is required of the deviation, and at most {largest:g} of the mean: "
-                "the range of fp32. Write the fields in another unit."
+                f"a deviation of {smallest:g} to {largest:g} and a mean of at most {largest:g} are required, "
+                "to fit the range of fp32. Write the fields in another unit."
             )
 
 

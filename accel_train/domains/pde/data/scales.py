@@ -57,7 +57,7 @@ class TrainedScales:
         if self.resumes and different:
             raise UsageError(
                 f"--data.path: {different[0]} in the checkpoint {self.place}. To resume or to evaluate it, data of "
-                "the same kind are required, whatever --allow and --data.changed say: bring such data, read with the "
+                "the same kind are required, whatever --allow and --data.changed say: give such data, read with the "
                 "--data options of the run, or give another --output_dir; a new run starts from these weights with "
                 f"--init_from {self.place}."
             )
@@ -93,8 +93,8 @@ class TrainedScales:
         if different:
             raise UsageError(
                 f"--init_from: task {own.name} would start from the modules of {trained.name} in {self.place}, which "
-                f"have other shapes: {', '.join(different)}. Data alike in these are required, of any grid and time "
-                f"step: bring such data, or give --init_tasks with {NEW} in the place of {own.name}, for new modules."
+                f"have other shapes: {', '.join(different)}. The data must match in these, with any grid and time "
+                f"step: give such data, or --init_tasks with {NEW} instead of {own.name}, for new modules."
             )
 
     def notices(self, origin: int | None, own: FieldTask) -> Iterator[str]:
@@ -105,7 +105,7 @@ class TrainedScales:
         others = " ".join(task.name for task in self.tasks.tasks)
         if origin is None:
             yield (
-                f"{own.name}: starts with modules of its own from initial values, and with the shared blocks of "
+                f"{own.name}: starts with newly initialised modules of its own and with the shared blocks of "
                 f"{self.place}, which was trained on {others}"
             )
             return
@@ -149,7 +149,7 @@ def trained_scales(
         raise UsageError(
             f"--data.tasks {' '.join(tasks)}: the checkpoint {trained.place} was trained on {' '.join(names)}. To "
             "resume or to evaluate it, the same tasks in the same order are required, whatever --allow says, because "
-            f"each has modules of its own, found by its place: give --data.tasks {' '.join(names)}, or another "
+            f"each task has its own modules, found by its position: give --data.tasks {' '.join(names)}, or another "
             "--output_dir for other tasks."
         )
     if not weights.resumes and init_tasks is not None:
@@ -189,7 +189,7 @@ def _differences(trained: FieldTask, task: FieldTask, names: Sequence[str]) -> l
         # Time steps computed from coordinates may differ in their last digits.
         same_step = name == "dt" and math.isclose(before, now, rel_tol=SAME_STEP)
         if before != now and not same_step:
-            lines.append(f"{name} of task {task.name} is {now}, and {before}")
+            lines.append(f"{name} of task {task.name} is {now}, but {before}")
     return lines
 
 
@@ -208,7 +208,7 @@ def _scale_differences(trained: FieldTask, own: FieldTask) -> Iterator[str]:
             yield f"{name} {_described(before)} (here {_described(now)})"
     if trained.logarithmic != own.logarithmic:
         before, now = (", ".join(compress(task.parameters, task.logarithmic)) or "none" for task in (trained, own))
-        yield f"parameters read by their logarithms: {before} (here {now})"
+        yield f"parameters read as logarithms: {before} (here {now})"
 
 
 def _described(scale: Scale) -> str:

@@ -532,11 +532,11 @@ def test_parameters_that_range_widely_are_read_by_their_logarithm(
     values = torch.tensor(viscosities)[:, None]
     read = load_field_assets(tmp_path).normalise_parameters("burgers", values).ravel()
     if logarithmic:
-        with pytest.raises(UsageError, match=r"Nu are read by their logarithm and go down to 0; above 0"):
+        with pytest.raises(UsageError, match=r"Nu are read as logarithms and go down to 0; values above 0"):
             data.assets.normalise_parameters("burgers", torch.zeros(1, 1))
     expected = np.log(viscosities) if logarithmic else np.array(viscosities)
     np.testing.assert_allclose(read, (expected - expected.mean()) / expected.std(), rtol=1e-5)
-    assert any("read by their logarithms" in words for words in data.notices) == logarithmic
+    assert any("read as logarithms" in words for words in data.notices) == logarithmic
     assert sorted({float(data.training["burgers"][i]["parameters"]) for i in range(27)}) == pytest.approx(read.tolist())
 
 
@@ -591,7 +591,7 @@ def test_files_of_our_schema_may_hold_any_task(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no waves_train\.h5\. The training split"):
         files(tmp_path, "waves")
     (tmp_path / "waves_heldout.h5").rename(tmp_path / "other_heldout.h5")
-    with pytest.raises(UsageError, match=r"other_train.h5 holds task 'waves'; 'other' is required"):
+    with pytest.raises(UsageError, match=r"other_train.h5 contains task 'waves'; 'other' is required"):
         files(tmp_path, "other")
 
 
@@ -616,7 +616,7 @@ def test_what_is_missing_is_named(tmp_path: Path, shapes: dict[str, tuple[int, .
 def test_darcy_needs_its_coefficient(tmp_path: Path) -> None:
     file, x = tmp_path / "2D_DarcyFlow_beta1.0_Train.hdf5", {"x-coordinate": np.arange(8.0)}
     write_pdebench(file, {"tensor": np.zeros((4, 1, 8, 8), np.float32), **x}, {})
-    with pytest.raises(UsageError, match=r"no dataset 'nu'; it holds tensor \(4, 1, 8, 8\)"):
+    with pytest.raises(UsageError, match=r"no dataset 'nu'; it contains tensor \(4, 1, 8, 8\)"):
         files(tmp_path, "darcy")
     write_pdebench(file, {"tensor": np.zeros((4, 2, 8, 8)), "nu": np.zeros((4, 8, 8)), **x}, {})
     with pytest.raises(UsageError, match=r"tensor \(4, 2, 8, 8\) and nu \(4, 8, 8\).*tensor \(N, 1, X, Y\) and nu"):
@@ -629,7 +629,7 @@ def test_times_are_evenly_spaced_to_one_in_1000(tmp_path: Path, last: float, is_
     if is_even:
         assert spacing_of(tmp_path, times, 11) == pytest.approx(0.1, rel=1e-3)
         return
-    with pytest.raises(UsageError, match="even spacing above 0, to 1 in 1000, is required"):
+    with pytest.raises(UsageError, match="even spacing above 0, to within 1 in 1000, is required"):
         spacing_of(tmp_path, times, 11)
 
 
@@ -670,9 +670,9 @@ def test_resolution_and_stride_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_a_folder_without_the_task(tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("")
-    with pytest.raises(UsageError, match=r"no data of task 'darcy'; it holds: cache, readme.txt.*darcy_train.h5"):
+    with pytest.raises(UsageError, match=r"no data of task 'darcy'; it contains: cache, readme.txt.*darcy_train.h5"):
         files(tmp_path, "darcy")
-    with pytest.raises(UsageError, match=r"nowhere is no folder, or does not exist. One with advection_train.h5 and"):
+    with pytest.raises(UsageError, match=r"nowhere is not a folder, or does not exist. One with advection_train.h5"):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "nowhere"), cache_dir=str(tmp_path)))
     (tmp_path / "1D_Burgers_Sols_Nu1.hdf5").write_bytes(b"no HDF5")
     with pytest.raises(UsageError, match=r"Nu1.hdf5 cannot be read"):
@@ -689,10 +689,10 @@ def test_a_folder_without_the_task(tmp_path: Path) -> None:
     [
         ({"tasks": ()}, "at least one task"),
         ({"tasks": ("darcy", "darcy")}, "each once"),
-        ({"tasks": ("waves",)}, "tasks waves: cannot be generated; choose of advection, burgers, darcy"),
+        ({"tasks": ("waves",)}, "tasks waves: cannot be generated; choose from advection, burgers, darcy"),
         ({"snapshots": 2}, "snapshots 2: more than time_stride 2"),
         ({"resolution_1d": 12}, "resolution_1d 12: more than 12 points"),
-        ({"speed": (2.0, 1.0)}, "speed 2.0 1.0: the lowest comes first"),
+        ({"speed": (2.0, 1.0)}, "speed 2.0 1.0: the lower value must come first"),
         ({"path": "/data", "speed": (0.0, 1.0)}, "speed: .* has no effect with data.path: /data"),
         ({"path": "/data", "workers": 3}, "workers: 3: has no effect"),
         ({"viscosity": (0.1, 0.2)}, "viscosity: .* has no effect with data.tasks: advection darcy"),

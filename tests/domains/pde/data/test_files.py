@@ -242,7 +242,7 @@ def test_the_sample_that_is_not_finite_is_named(tmp_path: Path, wrong: float) ->
     values = VALUES.copy()
     values[7, 2, 1, 3, 5] = wrong
     fields = Fields((FieldPart(write(tmp_path / "x.h5", values=values), ("fields",), 0, 2, 9),))
-    with pytest.raises(UsageError, match=r"sample 7 of .*x.h5 holds NaN, infinity or .* in fields"):
+    with pytest.raises(UsageError, match=r"sample 7 of .*x.h5 contains NaN, infinity or .* in fields"):
         field_facts(fields)
 
 
@@ -297,7 +297,7 @@ def test_a_grid_with_ends_is_thinned_by_any_step(tmp_path: Path) -> None:
             "dt 0.5 and input_channels 1 of 2 channels; with time all .* so 2 is",
         ),
         (lambda f: (f.pop("fields"), f.update(fields=VALUES[..., :1])), "with W = 1; .* H = 1 and 4 points along W"),
-        (lambda f: f.attrs.update(boundary="periodc"), "boundary 'periodc', without effect; 'periodic' is required"),
+        (lambda f: f.attrs.update(boundary="periodc"), "'periodc', which has no effect; 'periodic' is required"),
         (lambda f: f.attrs.update(dt=0.0), "dt 0, without time, and 3 snapshots of each sample; one is required"),
         (
             lambda f: (
@@ -305,9 +305,9 @@ def test_a_grid_with_ends_is_thinned_by_any_step(tmp_path: Path) -> None:
                 f.pop("fields"),
                 f.update(fields=VALUES[:, :1, [0, 1, 1]]),
             ),
-            "conserved, .* without time 1 input and 2 target channels; as many are required",
+            "conserved, .* without time 1 input and 2 target channels; equal numbers are required",
         ),
-        (lambda f: f.attrs.update(boundary="Periodic"), "boundary 'Periodic', without effect; 'periodic' is required"),
+        (lambda f: f.attrs.update(boundary="Periodic"), "'Periodic', which has no effect; 'periodic' is required"),
         (lambda f: f.attrs.update(grid=(1, 32)), r"attribute grid \(1, 32\) and .* its grid is \(4, 6\)"),
     ],
 )

@@ -107,7 +107,7 @@ def _empty(parts: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
-    "missing": ({}, lambda parts: (parts / "2.h5").unlink(), r"source .*parts/2\.h5 is missing\..*read as 0\.0: bring"),
+    "missing": ({}, lambda parts: (parts / "2.h5").unlink(), r"source .*parts/2\.h5 is missing\..*read as 0\.0: copy"),
     "damaged": ({}, lambda parts: (parts / "2.h5").write_text("?"), r"source .*parts/2\.h5 cannot be read .*a whole"),
     "never written": ({}, _empty, r"parts/2\.h5, 'tensor': 1 of 1 chunks were never written"),
     "short": ({"step": 9}, lambda _: None, r"'tensor' of its source .*parts/0\.h5 has fewer values than are taken"),
@@ -225,5 +225,5 @@ def test_uneven_times_are_told_from_missing_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'t-coordinate' \(float16\) that are 0\.09\d+ to 0\.1\d* apart; even"):
         files(tmp_path, "advection")
     write_pdebench(tmp_path / NAME, {"tensor": TENSOR, **AXES, "t-coordinate": np.float32(0.1)}, {})
-    with pytest.raises(UsageError, match="has 1 times in 't-coordinate' for 6 snapshots; as many"):
+    with pytest.raises(UsageError, match="has 1 times in 't-coordinate' for 6 snapshots; one for each"):
         files(tmp_path, "advection")

@@ -234,10 +234,10 @@ def test_channels_that_share_one_error_in_different_units_are_told(header: Field
     write_fields(tmp_path / "x.h5", header, 5, [(values, np.ones((5, len(header.parameters))))])
     one = [opened(tmp_path / "x.h5")]
     found = build({header.task: {"train": one, "heldout": one}}, tmp_path).notices
-    (told,) = [notice for notice in found if "nRMSE is of all channels together" in notice]
+    (told,) = [notice for notice in found if "nRMSE covers all channels together" in notice]
     # The first channel of a steady equation is its input.
     assert re.search(rf": channel 2 varies \S+ times as much as channel {0 if header.dt else 1},", told)
-    assert not [notice for notice in build(two_tasks(tmp_path), tmp_path).notices if "nRMSE is of" in notice]
+    assert not [notice for notice in build(two_tasks(tmp_path), tmp_path).notices if "nRMSE covers" in notice]
 
 
 def test_a_header_that_the_fields_contradict_is_told(tmp_path: Path) -> None:

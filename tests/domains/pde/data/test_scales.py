@@ -89,7 +89,7 @@ def test_logarithms_are_those_of_the_weights(tmp_path: Path, trained: FieldData)
     replace(trained.assets, tasks=tuple(saved)).save(tmp_path / "log" / "assets")
     data = prepare(tmp_path / "data", "heat", "wave", weights=WeightsAssets(tmp_path / "log" / "assets", True))
     assert data.tasks == tuple(saved)
-    assert any("read by their logarithms: a (here none)" in line for line in data.notices)
+    assert any("read as logarithms: a (here none)" in line for line in data.notices)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_tasks_of_a_new_run_start_from_those_of_their_name(tmp_path: Path, train
     data = prepare(tmp_path / "data", "heat", "cold", "wave", weights=weights)
     assert data.origins == (0, None, 1)
     assert data.notices[-1] == (
-        f"cold: starts with modules of its own from initial values, and with the shared blocks of {tmp_path / 'old'}, "
+        f"cold: starts with newly initialised modules of its own and with the shared blocks of {tmp_path / 'old'}, "
         "which was trained on heat wave"
     )
 
@@ -312,4 +312,4 @@ def test_a_residual_network_may_be_added_to_trained_weights(tmp_path: Path) -> N
     start = ["--output_dir", str(tmp_path / "new"), "--init_from", str(tmp_path / "old"), *residual]
     assert recipe.main([*words, *start]) == 0
     log = (tmp_path / "new" / "logs" / "rank_0.log").read_text()
-    assert "the residual network starts from initial values, and not from" in log
+    assert "the residual network starts from initial values, not from" in log
