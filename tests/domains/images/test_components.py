@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "no vocabulary": (gone("tokenizer/tokenizer.json"), r"tokenizer .* knows 0 tokens of .* a tokenizer\.json"),
     "tokenizer without a length": (
         gone("tokenizer/tokenizer_config.json"),
-        r"model_max_length of 1e\+30 tokens, more than 16\. .*tokenizer_config\.json",
+        r"model_max_length of 1e\+30 tokens; at most 16 are .*tokenizer_config\.json",
     ),
     "empty tokenizer folder": (emptied("tokenizer"), r"which has no file, knows 0 tokens .* a tokenizer\.json"),
     "no tokenizer folder": (gone("tokenizer"), r"its tokenizer cannot be loaded .*tokenizer/tokenizer\.json"),
@@ -167,7 +167,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "tokenizer longer than its encoder": (
         edited("tokenizer/tokenizer_config.json", model_max_length=17),
-        r"model_max_length of 17 tokens, more than 16",
+        r"model_max_length of 17 tokens; at most 16 are",
     ),
 }
 

@@ -177,6 +177,6 @@ def _refuse_misfit(named: str, tokenizer: Any, ids: list[int], encoder: Any) -> 
         longest = getattr(getattr(encoder, "config", None), "max_position_embeddings", LONGEST)
         if tokenizer.model_max_length > longest:
             raise UsageError(
-                f"{named} has a model_max_length of {tokenizer.model_max_length:g} tokens, more than "
-                f"{longest:,}. Its tokenizer_config.json, with a model_max_length, is required: {REMEDY}"
+                f"{named} has a model_max_length of {tokenizer.model_max_length:g} tokens; at most "
+                f"{longest:,} are possible. Its tokenizer_config.json, with a model_max_length, is required: {REMEDY}"
             )
