@@ -471,9 +471,9 @@ def test_options_of_pictures_are_read_by_one_source_at_least(
         (
             "darcy",
             {"resolution_1d": 4},
-            r"resolution_1d: 4: has no effect with data\.tasks: darcy, .* none has 1-D",
+            r"resolution_1d: 4: has no effect with data\.tasks: darcy, none of which has 1-D",
         ),
-        ("darcy", {"time_stride": 3}, r"time_stride: 3: has no effect .* none has time"),
+        ("darcy", {"time_stride": 3}, r"time_stride: 3: has no effect .* none of which has time"),
         ("advection", {"resolution_1d": 16, "time_stride": 3}, None),
     ],
 )

@@ -672,11 +672,11 @@ def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     assert captions(found) == {"000.png": "ok", "001.png": None, "006.png": None}
     assert {item.reason for item in found.left_out} == {"its caption is not text"}
     assert {item.name: item.detail for item in found.left_out} == {
-        "metadata.jsonl:3": "'text' is a number, text is required",
-        "metadata.jsonl:4": "'text' is a list, text is required",
-        "metadata.jsonl:5": "'text' is an object, text is required",
-        "metadata.jsonl:6": "'text' is true or false, text is required",
-        "metadata.jsonl:8": "'text' is a number, text is required",
+        "metadata.jsonl:3": "'text' is a number; text is required",
+        "metadata.jsonl:4": "'text' is a list; text is required",
+        "metadata.jsonl:5": "'text' is an object; text is required",
+        "metadata.jsonl:6": "'text' is true or false; text is required",
+        "metadata.jsonl:8": "'text' is a number; text is required",
     }
 
 
@@ -684,7 +684,7 @@ def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
 def test_columns_of_a_table_that_are_no_text_are_left_out_by_name(tmp_path: Path, values: Any, kind: str) -> None:
     found = read(table_of(tmp_path / "data", 3, text=values), tmp_path / "cache")
     assert not found.pictures
-    assert all(item.detail == f"'text' is {kind}, text is required" for item in found.left_out)
+    assert all(item.detail == f"'text' is {kind}; text is required" for item in found.left_out)
     # Two row groups.
     assert [item.name.rpartition(" ")[2] for item in found.left_out] == ["0", "1", "0"]
 
@@ -722,7 +722,7 @@ def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
     made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
     found = read(tmp_path / "saved", tmp_path / "cache")
     assert [tuple(item) for item in found.left_out] == [
-        ("row 0", "its caption is not text", "'caption' is a list, text is required")
+        ("row 0", "its caption is not text", "'caption' is a list; text is required")
     ]
 
 

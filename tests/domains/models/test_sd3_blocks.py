@@ -176,7 +176,7 @@ def test_options_that_contradict_the_source_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a run starts from only one of them"):
         sd3_blocks.build(shape, options, init_from="runs/other")
     deeper = replace(options, depth=4, qk_norm=True)
-    with pytest.raises(UsageError, match="3 blocks, 4 heads and qk_norm False, the model has 4, 4 and True"):
+    with pytest.raises(UsageError, match="3 blocks, 4 heads and qk_norm False; the model has 4, 4 and True"):
         sd3_blocks.build(tiny_shape(deeper), deeper)
     empty = replace(options, blocks_from=str(tmp_path / "nothing"))
     (tmp_path / "nothing").mkdir()

@@ -596,7 +596,7 @@ def test_files_of_our_schema_may_hold_any_task(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no tensor": ({"density": (4, 5, 8)}, r"no dataset 'tensor'; it holds density \(4, 5, 8\)"),
+    "no tensor": ({"density": (4, 5, 8)}, r"no dataset 'tensor'; it contains density \(4, 5, 8\)"),
     "no coordinates": ({"tensor": (4, 5, 8)}, "no dataset 'x-coordinate'"),
     "no times": ({"tensor": (4, 5, 8), "x-coordinate": (8,)}, "no dataset 't-coordinate'"),
     "few times": ({"tensor": (4, 5, 8), "x-coordinate": (8,), "t-coordinate": (4,)}, "4 times .* for 5 snapshots"),
@@ -661,7 +661,7 @@ def test_resolution_and_stride_that_do_not_fit(tmp_path: Path) -> None:
     advection_files(tmp_path)
     for points in (5, 32):
         with pytest.raises(
-            UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16, as .* Choose 16, 8, 4"
+            UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16, because .* Choose 16, 8, 4"
         ):
             files(tmp_path, "advection", resolution_1d=points)
     with pytest.raises(UsageError, match=r"time_stride 7: .* has 7 snapshots of task advection"):

@@ -282,7 +282,7 @@ def test_a_grid_with_ends_is_thinned_by_any_step(tmp_path: Path) -> None:
     [
         (lambda f: f.attrs.pop("dt"), "no attribute 'dt'; 'accel_train/fields-1' with schema, task"),
         (lambda f: f.attrs.update(schema="fields-9"), "has schema 'fields-9'"),
-        (lambda f: f.pop("parameters"), r"no dataset 'parameters'; it holds fields \(11, 3, 2, 4, 6\)"),
+        (lambda f: f.pop("parameters"), r"no dataset 'parameters'; it contains fields \(11, 3, 2, 4, 6\)"),
         (lambda f: (f.pop("parameters"), f.update(parameters=PARAMETERS[:5])), r"parameters \(5, 2\); .* \(N, 2\)"),
         (lambda f: (f.pop("fields"), f.update(fields=VALUES[0])), r"fields \(3, 2, 4, 6\)"),
         (lambda f: f.attrs.update(dt=-0.1), r"x\.h5 has the attribute dt -0\.1; .*finite and above 0"),
