@@ -32,7 +32,7 @@ def test_options_of_more_than_the_held_out_pictures_are_named() -> None:
     assert notices(EvaluationConfig(samples=3, heldout_prompts=2), inputs) == []
     assert notices(EvaluationConfig(samples=64, heldout_prompts=5), inputs) == [
         "--evaluation.samples 64: 3 samples are held out, and all of them are used",
-        "--evaluation.heldout_prompts 5: held-out pictures have 2 different captions, and all of them are drawn",
+        "--evaluation.heldout_prompts 5: held-out pictures have only 2 different captions, and all of them are drawn",
     ]
     captions.clear()
     assert notices(EvaluationConfig(), inputs) == []

@@ -73,7 +73,7 @@ def test_the_flags_are_a_source_of_pictures_200_of_them_to_train_on(tmp_path: Pa
 
 def test_a_group_that_is_none_is_refused(tmp_path: Path) -> None:
     config = PictureDataConfig(path="emoji:flag", cache_dir=str(tmp_path))
-    with pytest.raises(UsageError, match=r"--data\.path emoji: 'flag' is no group .* \(did you mean 'flags'"):
+    with pytest.raises(UsageError, match=r"--data\.path emoji: 'flag' is not a group .* \(did you mean 'flags'"):
         prepare_pictures(config)
 
 

@@ -168,7 +168,7 @@ def test_held_out_pictures_of_their_own(tmp_path: Path) -> None:
     assert set(prepared.train.texts) == set(prepared.heldout.texts) == set(classes)
     assert not set.intersection(*sides(prepared))
     with pytest.raises(
-        UsageError, match=r"0 held-out captions.* leaves 3 groups .*Give held-out .*--data\.heldout_path"
+        UsageError, match=r"0 held-out captions.* leaves 3 groups .*Give separate held-out .*--data\.heldout_path"
     ):
         prepare(train, tmp_path, heldout_fraction=0.001)
     with pytest.raises(UsageError, match="0 training and 20 held-out captions"):
@@ -242,7 +242,7 @@ def test_many_pictures_that_cannot_be_used_are_an_error(tmp_path: Path) -> None:
     folder = rows_folder(tmp_path / "mine", [(number, f"thing {number}") for number in range(30)])
     for number in range(4):
         (folder / f"{number}.png").write_bytes(b"damaged")
-    says = r"mine': 4 of 30 pictures and captions cannot be used, at most --pictures\.max_left_out 0\.1 .*: 4 left out"
+    says = r"mine': 4 of 30 pictures and captions cannot be used; at most --pictures\.max_left_out 0\.1 .*: 4 left out"
     with pytest.raises(UsageError, match=says):
         prepare(folder, tmp_path, heldout_fraction=0.3)
     prepared = prepare(folder, tmp_path, {"max_left_out": 0.2}, heldout_fraction=0.3)

@@ -451,7 +451,7 @@ def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"runs/image-demo is not there; make it with: {MAKE_DEMO}"):
+    with pytest.raises(UsageError, match=f"runs/image-demo does not exist; make it with: {MAKE_DEMO}"):
         find_base(BaseConfig(source="runs/image-demo"))
     (tmp_path / "runs" / "image-demo" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UsageError, match=f"it has none yet.*make it with: {MAKE_DEMO}"):

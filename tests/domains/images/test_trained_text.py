@@ -359,7 +359,7 @@ def test_a_file_whose_tensors_are_not_found_is_refused(tmp_path: Path, monkeypat
     tensors = peft_layout.by_key_of_peft(dict(model.state_dict()))
     adapter_files.write_diffusers(tmp_path, tensors, lora.adapter_config(model, "base"), "unet")
     pipeline = with_frozen_text(base).pipeline(CPU)
-    message = r"diffusers found 120 of its 132 tensors in StableDiffusionPipeline, and not text_encoder\..*magnitude"
+    message = r"diffusers found 120 of its 132 tensors in StableDiffusionPipeline, but not text_encoder\..*magnitude"
     with pytest.raises(UsageError, match=message):
         adapter_files.load_into(pipeline, "unet", tmp_path / adapter_files.DIFFUSERS_FILE, "trained")
 

@@ -68,5 +68,5 @@ def test_weights_of_another_shape_are_refused() -> None:
         SD3(replace(TINY, depth=2)).load_diffusers(weights)
     with pytest.raises(UsageError, match="do not fit this shape"):
         SD3(replace(TINY, depth=4)).load_diffusers(weights)
-    with pytest.raises(UsageError, match="positions reach to 12 x 12"):
+    with pytest.raises(UsageError, match="positions cover only 12 x 12"):
         SD3(TINY)(torch.randn(1, 4, 26, 8), torch.randn(1, 5, 24), torch.randn(1, 20), torch.ones(1))

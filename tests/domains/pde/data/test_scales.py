@@ -95,10 +95,10 @@ def test_logarithms_are_those_of_the_weights(tmp_path: Path, trained: FieldData)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"points": 16}, r"grid of task heat is \(1, 16\), and \(1, 8\) in the checkpoint .*old\. .*whatever --allow"),
-        ({"dt": 0.25}, r"dt of task heat is 0\.25, and 0\.5 in"),
-        ({"parameters": ("b",)}, r"parameters of task heat is \('b',\), and \('a',\) in"),
-        ({"boundary": "wall"}, "boundary of task heat is wall, and periodic in"),
+        ({"points": 16}, r"grid of task heat is \(1, 16\), but \(1, 8\) in the checkpoint .*old\. .*whatever --allow"),
+        ({"dt": 0.25}, r"dt of task heat is 0\.25, but 0\.5 in"),
+        ({"parameters": ("b",)}, r"parameters of task heat is \('b',\), but \('a',\) in"),
+        ({"boundary": "wall"}, "boundary of task heat is wall, but periodic in"),
     ],
 )
 def test_a_resume_needs_data_of_the_same_kind(
@@ -161,7 +161,7 @@ def test_init_tasks_chooses_the_modules(tmp_path: Path, trained: FieldData) -> N
     with pytest.raises(UsageError, match=r"--init_tasks heat new: .* Give --init_from with a run"):
         start("heat", "new", weights=None)
     write(tmp_path / "data", "cold", boundary="dirichlet")
-    with pytest.raises(UsageError, match=r"task cold would start from the modules of wave .* give --init_tasks with"):
+    with pytest.raises(UsageError, match=r"task cold would start from the modules of wave .* or --init_tasks with"):
         start("heat", "wave")
     assert start("heat", "new").origins == (0, None)
 
@@ -171,7 +171,7 @@ def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, tra
     write(tmp_path / "data", "heat", 3.0, 16)
     data = prepare(tmp_path / "data", "heat", "wave", weights=weights)
     assert data.tasks == (replace(trained.tasks[0], grid=(1, 16)), trained.tasks[1])
-    assert any("grid of task heat is (1, 16), and (1, 8) in" in line for line in data.notices)
+    assert any("grid of task heat is (1, 16), but (1, 8) in" in line for line in data.notices)
     write(tmp_path / "data", "heat", 3.0, parameters=("b",))
     data = prepare(tmp_path / "data", "heat", "wave", weights=weights)
     assert data.tasks == prepare(tmp_path / "data", "heat", "wave").tasks
