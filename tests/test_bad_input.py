@@ -383,9 +383,9 @@ RESUMING = [
     Row("I33-after-a-refusal", "--seed 1", "fresh start", None, refused_start),
     Row("I33-shorter-than-the-warm-up", "--max_steps 10", "no checkpoint yet", None, used_run),
     Row("I33-overwrite", "--seed 1 --overwrite", "fresh start", None, used_run),
-    Row("I34-must", "--resume must", r"resume: must, but .*run holds no run; give the --output_dir"),
-    Row("I34-must-no-checkpoint", "--resume must", r"holds no checkpoint yet; train first", prepare=used_run),
-    Row("I34-evaluate-only", "--evaluate_only", r"evaluate_only: .*run holds no run"),
+    Row("I34-must", "--resume must", r"resume: must, but .*run contains no run; give the --output_dir"),
+    Row("I34-must-no-checkpoint", "--resume must", r"has no checkpoint yet; train first", prepare=used_run),
+    Row("I34-evaluate-only", "--evaluate_only", r"evaluate_only: .*run contains no run"),
     Row("I34-evaluate-initial", "--evaluate_only --resume never", r"fresh start in .*run", None),
     Row("I34-auto-says", "", r"fresh start in .*run", None),
     Row("I34-never-fresh", "--resume never", r"fresh start", None),
@@ -517,7 +517,7 @@ DATA = [
     Row(
         "I49",
         "--data.path {}/bad.jsonl",
-        r"bad\.jsonl:2: not JSON .*; one object a line",
+        r"bad\.jsonl:2: not JSON .*; one object per line",
         prepare=write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
     ),
     Row(
@@ -569,7 +569,7 @@ DATA = [
     Row(
         "R8-line",
         "--data.path {}/bad.jsonl --data.read shards",
-        r"bad\.jsonl:2: not JSON .*; one object a line",
+        r"bad\.jsonl:2: not JSON .*; one object per line",
         prepare=write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
     ),
     Row(
@@ -828,12 +828,12 @@ SEEN_BY_A_PROCESS = [
     ),
     Row(
         "I20-environment",
-        says=r"distributed_type: fsdp was asked for by the environment, but this machine shows no",
+        says=r"distributed_type: fsdp was asked for by the environment, but this machine has no",
         environment=(("ACCELERATE_USE_FSDP", "true"),),
     ),
     Row(
         "I20-deepspeed",
-        says=r"distributed_type: deepspeed .*shows no accelerator device",
+        says=r"distributed_type: deepspeed .*has no accelerator device",
         environment=(("ACCELERATE_USE_DEEPSPEED", "true"),),
     ),
     Row(
@@ -969,11 +969,11 @@ ACCELERATE_LAUNCHES = {
     ),
     "I20-one": (
         ["--config_file", f"{PRESETS}/fsdp2.yaml", "--num_processes", "1"],
-        r"distributed_type: fsdp2 was asked for by .*fsdp2\.yaml, but this machine shows no accelerator device",
+        r"distributed_type: fsdp2 was asked for by .*fsdp2\.yaml, but this machine has no accelerator device",
     ),
     "I20-two": (
         ["--config_file", f"{PRESETS}/fsdp2.yaml", "--num_processes", "2"],
-        r"distributed_type: fsdp2 was asked for by .*fsdp2\.yaml, but this machine shows no accelerator device",
+        r"distributed_type: fsdp2 was asked for by .*fsdp2\.yaml, but this machine has no accelerator device",
     ),
     "I21-precision": (
         ["--config_file", "{}/bf16.yaml"],

@@ -48,7 +48,7 @@ def test_a_run_keeps_the_fingerprint_of_its_first_data(tmp_path: Path) -> None:
     assert earlier_ledger("allow", None) == ()
     changed = DataHistory("b", 1234, earlier_ledger("allow", tmp_path / "assets"))
     assert changed.fingerprint == "a"
-    assert changed.notices == ["--data.changed allow: 1,234 samples, other data than the 5 of the checkpoint"]
+    assert changed.notices == ["--data.changed allow: 1,234 samples, different data from the 5 of the checkpoint"]
     changed.save(tmp_path / "next", 10)
     ledger = earlier_ledger("allow", tmp_path / "next")
     assert ledger == (Span(0, "a", 5), Span(10, "b", 1234))
@@ -165,7 +165,7 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     # The first data are other ones by now.
     shutil.rmtree(data)
     shutil.copytree(tmp_path / "first", data)
-    with pytest.raises(UsageError, match=r"--data\.changed refuse: .*from step 3 on it was trained on others"):
+    with pytest.raises(UsageError, match=r"--data\.changed refuse: .*from step 3 on it was trained on other data"):
         train(5)
     back = train(5, "--data.changed", "allow")
     assert read_ledger(back / "assets") == [first, second, first._replace(from_step=4)]

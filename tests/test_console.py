@@ -30,7 +30,7 @@ def test_the_console_has_what_was_asked_for_and_the_log_has_every_choice(tmp_pat
     assert preamble == [
         f"fresh start in {tmp_path / 'run'}",
         "single: 1 process(es) on cpu",
-        "asked for: gradients are reduced on the last micro-batch",
+        "as requested: gradients are reduced on the last micro-batch",
         f"automatic choices, with reasons: {log}",
     ]
     assert sum("heldout_loss" in line for line in lines) == 1

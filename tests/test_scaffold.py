@@ -135,7 +135,7 @@ def test_a_loss_that_forgets_the_weight_is_refused_where_it_matters(begun: Path)
     done = zygote.run(words, cwd=begun, env=environment(PYTHONPATH=str(ROOT)), apart=True)
     assert done.returncode == 2, done.stdout + done.stderr
     # The second process has 31 samples, and repeats one of them.
-    assert "1 sample(s) of this step have weight 0, and their loss is not 0" in done.stdout + done.stderr
+    assert "1 sample(s) of this step have weight 0, but their loss is not 0" in done.stdout + done.stderr
 
 
 def test_the_option_of_evaluations_is_one_line(begun: Path) -> None:
@@ -173,8 +173,8 @@ SAVE = "            training.save_if_due(result)\n"
         ("training.evaluate(evaluate)", "training.evaluate(evaluate())", 2, "it was given a dict: pass the function"),
         ("training.evaluate(evaluate)", "training.evaluate(lambda: None)", 2, "it returned None: return one"),
         (SAVE, f"{SAVE}            break\n", 1, "step 1: the loop over training was left before its last step, 2"),
-        (SAVE, SAVE.replace("result", "batches.done"), 2, "save_if_due(result): int: another type is required"),
-        ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: another type is required"),
+        (SAVE, SAVE.replace("result", "batches.done"), 2, "save_if_due(result): int: this type is not accepted"),
+        ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: this type is not accepted"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],
 )

@@ -73,7 +73,7 @@ def test_every_quoted_message_is_printed(quote: str) -> None:
 
 def test_a_message_that_nothing_prints_is_found() -> None:
     assert not is_printed("the disk of ... is full of cheese")
-    assert not is_printed("holds a different ... experiment output_dir")  # in another order
+    assert not is_printed("contains a different ... experiment output_dir")  # in another order
 
 
 def test_every_option_exists() -> None:

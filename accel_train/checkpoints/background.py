@@ -33,8 +33,8 @@ def _allocate(memory: int, size: int) -> None:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         # The bare error is EFBIG, "File too large", although no file of the user is involved.
         raise CheckpointWriteError(
-            f"a snapshot needs {size} bytes of shared memory, which the limit of file sizes (ulimit -f), {limit} "
-            f"bytes, forbids ({error.strerror}); raise it"
+            f"a snapshot needs {size} bytes of shared memory, but the limit of file sizes (ulimit -f) is {limit} "
+            f"bytes ({error.strerror}); raise it"
         ) from error
 
 

@@ -49,8 +49,8 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     if not found.manifest.get("state", True):
         commit.remove(found.path)
         raise UsageError(
-            f"resume: {place} holds weights without optimizer state, so a run cannot go on from it; --init_from starts "
-            "a new run with these weights"
+            f"resume: {place} contains weights without optimizer state, so a run cannot continue from it; --init_from "
+            "starts a new run with these weights"
         )
     return found
 
@@ -90,7 +90,7 @@ def _explain_errors(place: str) -> Generator[None]:
     except UsageError:  # a ValueError too, but already worded for the user
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointsUnusableError(f"resume: {place} could not be brought here: {error}") from error
+        raise CheckpointsUnusableError(f"resume: {place} could not be fetched: {error}") from error
 
 
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
@@ -135,7 +135,7 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
     """
     if source.name.startswith(names.UNFINISHED):
         raise UsageError(
-            f"init_from: {source} is unfinished or half-deleted; name a checkpoint_ directory beside it, or the run"
+            f"init_from: {source} is unfinished or half-deleted; name a checkpoint_ directory next to it, or the run"
         )
     if source.is_dir() and manifests.is_checkpoint(source):
         try:
@@ -183,7 +183,7 @@ def _find(place: str) -> Checkpoint:
     if reasons:
         raise UsageError(f"resume: no checkpoint of {path} can be resumed:\n  " + "\n  ".join(reasons))
     if path.name.startswith(".tmp-"):
-        raise UsageError(f"resume: {path} is a save that was never finished; name a checkpoint_ directory beside it")
+        raise UsageError(f"resume: {path} is a save that was never finished; name a checkpoint_ directory next to it")
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
         raise UsageError(
@@ -194,7 +194,7 @@ def _find(place: str) -> Checkpoint:
         return commit.verify(path)
     except ValueError as error:
         raise UsageError(
-            f"resume: {error} (it holds {_listing(path)}); name a checkpoint_ directory or a run"
+            f"resume: {error} (it contains {_listing(path)}); name a checkpoint_ directory or a run"
         ) from None
 
 

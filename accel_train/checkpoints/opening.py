@@ -115,7 +115,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
         raise UsageError(f"output_dir: {directory} is a file; give a directory")
     checkpoints = directory / "checkpoints"
     if checkpoints.exists() and not checkpoints.is_dir():
-        raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
+        raise UsageError(f"output_dir: {checkpoints} is not a directory; move it away")
     try:
         atomic_files.make_directory(directory)
         # Try to write instead of reading the permissions, which say little on network disks.
@@ -135,7 +135,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     except OSError as error:
         raise disk_error(error)(
             f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "
-            "ask for the right to write, or give another --output_dir"
+            "ask for write permission, or give another --output_dir"
         ) from None
     # Only under the lock, because another run may be writing here.
     if overwrite:
@@ -186,7 +186,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
     if checkpoint is not None:
         decision = f"resuming {directory} at step {checkpoint.step}"
     if allowed:
-        decision += "; changed as --allow says: " + "; ".join(allowed)
+        decision += "; changed, as --allow permits: " + "; ".join(allowed)
     decision += added
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
@@ -216,13 +216,15 @@ def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: li
         )
     demand = _requiring_option(options)
     if demand is not None:
-        raise UsageError(f"{demand}, but {directory} holds no checkpoint yet; train first, with --resume auto")
+        raise UsageError(f"{demand}, but {directory} has no checkpoint yet; train first, with --resume auto")
 
 
 def _warn_about_unlisted(checkpoint: Checkpoint) -> None:
     extra = commit.unlisted(checkpoint)
     if extra:
-        logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
+        logger.warning(
+            "%s contains files that its manifest does not list; they are not read: %s", checkpoint.path, extra
+        )
 
 
 def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Json) -> Json:
@@ -231,7 +233,7 @@ def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Jso
     if demand is not None:
         initial = "; or give --resume never as well, to evaluate the initial weights" if options.evaluate_only else ""
         raise UsageError(
-            f"{demand}, but {directory} holds no run; give the --output_dir of one that has a checkpoint{initial}"
+            f"{demand}, but {directory} contains no run; give the --output_dir of one that has a checkpoint{initial}"
         )
     checkpoint = None
     origin = None
@@ -261,7 +263,7 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
         # The same `init_from` tells where the checkpoint's run began. A different one would have no effect.
         if experiment.get("init_from") not in (None, saved["experiment"].get("init_from")):
             raise UsageError(
-                f"init_from: {options.init_from}: the weights are those of resume: {options.resume}; leave init_from "
+                f"init_from: {options.init_from}: the weights come from resume: {options.resume}; leave init_from "
                 "out, or leave --resume out to begin at step 0 from init_from"
             )
         _refuse_changes(options, saved, experiment, ("resume", options.resume))
@@ -289,7 +291,7 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
             return
         name = newest.name
     raise UsageError(
-        f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is {name}; give an unused "
+        f"resume: {resume}, but {directory} already contains a run whose newest checkpoint is {name}; give an unused "
         "--output_dir, or --resume auto to continue here"
     )
 
@@ -349,7 +351,7 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
     on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
         raise UsageError(
-            f"output_dir: {main_directory} of the main process is not seen by {len(blind)} process(es) as "
+            f"output_dir: {main_directory} of the main process is not visible to {len(blind)} process(es) as "
             f"{shortened(sorted(set(blind)), 5)}; it must be on a file system that all hosts share: give its absolute "
             "path, with a variable in single quotes where hosts mount it at different places"
         )

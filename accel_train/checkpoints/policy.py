@@ -97,7 +97,7 @@ class CheckpointConfig:
         # Other names may be metrics of the user's own, whose direction only the user knows.
         if self.best_metric and self.best_mode == "min" and _larger_is_better(self.best_metric):
             raise UsageError(
-                f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "
+                f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, so min would keep the "
                 "worst; give --checkpoints.best_mode max"
             )
         self._refuse_without_effect()
@@ -129,7 +129,7 @@ class CheckpointConfig:
     def refuse_single_evaluation(self, every: int) -> None:
         """Raise ``UsageError`` for ``patience`` if ``evaluation.every`` is 0: only the end is evaluated then."""
         if every == 0:
-            because = "with evaluation.every: 0, by which the only evaluation is at the end"
+            because = "with evaluation.every: 0, which evaluates only at the end"
             instead = "set evaluation.every to a number of steps"
             refuse_without_effect(self, "checkpoints", ["patience"], because, instead)
 
@@ -246,8 +246,8 @@ class RunOptions:
             )
         if self.overwrite and self.resume not in POLICIES:
             raise UsageError(
-                f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
-                "leave --overwrite out and give an unused --output_dir"
+                f"overwrite: true with resume: {self.resume} would delete before that is known to be readable; leave "
+                "--overwrite out and give an unused --output_dir"
             )
 
     @property
@@ -288,5 +288,5 @@ def refuse_smoke_of_a_run(output_dir: str, flags: Mapping[str, Any], *, evaluate
         option, flag = asked
         raise UsageError(
             f"--smoke with {option}: a trial begins at step 0 in a directory of its own, {output_dir}-smoke, where no "
-            f"checkpoint stays; leave --smoke out, or give {flag} to try the training"
+            f"checkpoint is kept; leave --smoke out, or give {flag} to try the training"
         )

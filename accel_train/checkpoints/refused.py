@@ -119,7 +119,7 @@ def refuse_other_files(directory: Path) -> None:
     there = [name for name in ("checkpoints", REPORT, "hub", *OF_A_RUN) if os.path.lexists(directory / name)]
     if there and not _looks_like_a_run(directory):
         raise UsageError(
-            f"overwrite: true would delete {', '.join(there)} in {directory}, which is no run: it has neither a "
+            f"overwrite: true would delete {', '.join(there)} in {directory}, which is not a run: it has neither a "
             f"checkpoint nor the {LOCK_FILE} of a start; move them away, or give another --output_dir"
         )
     checkpoints = directory / "checkpoints"
@@ -209,14 +209,14 @@ def place_of(text: str, option: str) -> Path:
 
 
 def _lost(option: str, sentence: str) -> UsageError:
-    return UsageError(f"{option}: {sentence}; mount it, or remove the link to start without what it held")
+    return UsageError(f"{option}: {sentence}; mount it, or remove the link to start without its contents")
 
 
 def unreadable(option: str, error: Exception) -> UsageError:
     """Build the error for a checkpoint that cannot be read now. It may be intact, so it is not skipped."""
     return UsageError(
-        f"{option}: {error}; it may be whole: mount its disk or correct its permissions and start again. If it is lost "
-        "for good, move it away to go on without it"
+        f"{option}: {error}; it may be intact: mount its disk or correct its permissions and start again. If it is "
+        "lost for good, move it away to continue without it"
     )
 
 
@@ -257,8 +257,8 @@ def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], direct
     if began is not None:
         back = f"give --init_from {shlex.quote(began)}, as the run began,"
     raise UsageError(
-        f"init_from: {init_from}: {directory} already holds a run with checkpoints, whose weights a resume "
-        f"takes; give an unused --output_dir to begin from init_from, --overwrite to delete what is there and begin "
+        f"init_from: {init_from}: {directory} already contains a run with checkpoints, and a resume takes their "
+        "weights; give an unused --output_dir to begin from init_from, --overwrite to delete what is there and begin "
         f"here, or {back} to continue the run"
     )
 

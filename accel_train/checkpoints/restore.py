@@ -80,7 +80,7 @@ def _load_adapter(
     if "files" in recorded:
         pretrained_base.refuse_other_weights(recorded, base, directory)
     else:
-        logger.warning("init_from: nothing in %s says which files its base is, so the base is not compared", directory)
+        logger.warning("init_from: %s does not record the files of its base, so the base is not compared", directory)
     tensors: dict[str, weights.TensorInfo] = {}
     for prefix, folder in folders.items():
         found = weights.find_tensors(folder, peft_layout.WEIGHTS_STEM)
@@ -262,8 +262,8 @@ def _warn_about_missing_state(
         missing += [f"{key} of {name}" for name in names if name not in saved.get(key, ())]
     if missing:
         logger.warning(
-            "%s: it lacks optimizer state (%s), which begins anew; that is right for parameters that have had no "
-            "gradient so far, and else another model or optimizer wrote it",
+            "%s: optimizer state is missing (%s) and starts afresh; this is right for parameters that have had no "
+            "gradient so far, otherwise another model or optimizer wrote the checkpoint",
             checkpoint.path,
             shortened(missing, 3),
         )
@@ -301,7 +301,7 @@ def _compare_layouts(
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         logger.info(
-            "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order, which "
+            "the same layout as when it was saved: bit-exact except for kernels that sum in no fixed order, which "
             "--deterministic excludes%s",
             rest,
         )

@@ -46,10 +46,10 @@ def _without_refused(directory: Path) -> list[str]:
         reason = None
         if not is_safe_name(name):
             # No reader would accept the manifest.
-            reason = "which is no name of a file in one; rename it"
+            reason = "which is not a valid file name in one; rename it"
         elif holds_pickle(path):
             reason = (
-                "a pickle, and to read one is to run the program in it; in write_extras, write tensors with "
+                "a pickle, and reading one runs the program in it; in write_extras, write tensors with "
                 "safetensors.torch.save_file, and the rest as JSON"
             )
         if reason is None:
@@ -149,7 +149,7 @@ class Run:
     def _restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""
         if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
-            logger.warning("%s or part of it was deleted while the run went on; it is recreated", self.directory)
+            logger.warning("%s or part of it was deleted during the run; it is recreated", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_run(self.directory, self.saved)
 
@@ -297,8 +297,8 @@ def _newest_assets(places: Sequence[Path]) -> Path | None:
 
 def _not_downloaded_yet(option: str, resume: str) -> UsageError:
     return UsageError(
-        f"{option} with --resume {resume}: what the run has learned from its data so far is required while the new "
-        "ones are read, and a checkpoint on the Hub comes later; download it first (hf download ORG/NAME --revision "
+        f"{option} with --resume {resume}: what the run has learned from its data so far is required to read the new "
+        "data, but a checkpoint on the Hub is fetched after that; download it first (hf download ORG/NAME --revision "
         "step-... --local-dir FOLDER) and give --resume FOLDER"
     )
 

@@ -104,7 +104,7 @@ class Snapshot:
                     sum(slot.bytes for slot in bucket) for bucket in _buckets(self._plan.tensors, BUCKET_BYTES)
                 )
                 error.add_note(
-                    f"a snapshot needs room for up to {largest:,} bytes on the device, beside the state itself"
+                    f"a snapshot needs room for up to {largest:,} bytes on the device, in addition to the state itself"
                 )
             raise
 

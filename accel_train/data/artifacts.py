@@ -23,8 +23,8 @@ STAMPS = "stamps.json"
 CLOCK_STEP_NS = 2 * 10**9
 """Coarsest clock of a file system. A file hashed sooner after a change may change again with the same timestamp."""
 REMEDY = (
-    "what another user made in a cache may not be written to: give --data.cache_dir or ACCEL_TRAIN_CACHE a folder of "
-    "your own, or free space on the disk"
+    "files that another user created in a cache may not be writable: give --data.cache_dir or ACCEL_TRAIN_CACHE a "
+    "folder of your own, or free space on the disk"
 )
 
 
@@ -93,7 +93,7 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
         return None
     first_host = ranks[0][0]
     return (
-        f"--data.cache_dir: {', '.join(without)} does not see {cache} of {first_host}, so each builds its own copy of "
+        f"--data.cache_dir: {', '.join(without)} cannot see {cache} of {first_host}, so each builds its own copy of "
         "what is cached there. Give --data.cache_dir a folder that all hosts share to build it once"
     )
 

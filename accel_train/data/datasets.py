@@ -119,7 +119,7 @@ def refuse_other_than_map_style(dataset: object) -> None:
     if hasattr(dataset, "dataset"):
         remedy = "pass the dataset itself (its .dataset). Order, micro-batches and workers are made from the options"
     raise UsageError(
-        f"dataset: a {type(dataset).__name__} was given, and a map-style dataset is required, with len(dataset) and a "
+        f"dataset: a {type(dataset).__name__} was given, but a map-style dataset is required, with len(dataset) and a "
         f"dict of tensors in dataset[i]; {remedy}"
     )
 

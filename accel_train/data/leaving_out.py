@@ -90,7 +90,7 @@ def without_samples(order: Sampler, samples: Sequence[int]) -> Sampler:
     unknown = [str(sample) for sample in samples if not 0 <= sample < size]
     if unknown:
         raise UsageError(
-            f"without_samples: the training split has {size} samples, 0 to {size - 1}, and no "
+            f"without_samples: the training split has {size} samples, 0 to {size - 1}, but no "
             f"{shortened(unknown, 8)}; `accel-train blame` prints their indices"
         )
     if len(set(samples)) == size:

@@ -88,7 +88,7 @@ class BatchScheduleConfig:
         if self.noise_steps % self.noise_every:
             raise UsageError(
                 f"batch_schedule.noise_steps: {self.noise_steps}: a multiple of batch_schedule.noise_every "
-                f"{self.noise_every} is required, so that every window has equally many observations; give "
+                f"{self.noise_every} is required, so that every window has the same number of observations; give "
                 f"{self.noise_every * math.ceil(self.noise_steps / self.noise_every)}"
             )
 
@@ -107,7 +107,7 @@ class BatchScheduleConfig:
         given = f"batch_schedule.noise_factor: {self.noise_factor}"
         if optimizer not in MEASURABLE:
             raise UsageError(
-                f"{given}: optimizer.name {optimizer} keeps no mean of the gradient in fp32 that decays by betas[0] in "
+                f"{given}: optimizer.name {optimizer} keeps no fp32 mean of the gradient that decays by betas[0] for "
                 f"all parameters; {' or '.join(MEASURABLE)} is required, or give batch_schedule.steps and sizes"
             )
         if beta == 0:
@@ -123,8 +123,8 @@ class BatchScheduleConfig:
         assert self.max_size is not None, "_check_noise requires it"
         if self.max_size < first:
             raise UsageError(
-                f"batch_schedule.max_size: {self.max_size}: at least global_batch_size {first} is required, with which "
-                f"the noise is measured only; give {8 * first}"
+                f"batch_schedule.max_size: {self.max_size}: at least global_batch_size {first} is required, at which "
+                f"the noise is only measured; give {8 * first}"
             )
 
     def grown(self, stages: Sequence[tuple[int, int]]) -> BatchScheduleConfig:

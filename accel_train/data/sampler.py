@@ -123,9 +123,9 @@ class StepSampler:
         size = self.dataset_size
         batch = self.global_batch_size
         if self.blocks is not None and len(self.blocks) != size:
-            raise ValueError(f"the blocks have {len(self.blocks)} rows, the dataset has {size}")
+            raise ValueError(f"the blocks have {len(self.blocks)} rows, but the dataset has {size}")
         if size == 0:
-            raise UsageError("dataset: it is empty, at least 1 sample is required; check its path and filters")
+            raise UsageError("dataset: it is empty, but at least 1 sample is required; check its path and filters")
         if batch < 1:
             raise UsageError(f"global_batch_size: {batch}: at least 1 is required; raise it")
         if max(self.schedule.sizes, default=1) > size:
@@ -145,8 +145,8 @@ class StepSampler:
         size = self.dataset_size
         if self.global_batch_size > size:
             raise UsageError(
-                f"global_batch_size: {self.global_batch_size}: the dataset has {size} samples, at least one global "
-                f"batch is required; lower it to {size} or less, or {self.more}"
+                f"global_batch_size: {self.global_batch_size}: the dataset has {size} samples, but at least one "
+                f"global batch is required; lower it to {size} or less, or {self.more}"
             )
 
     def batch_size(self, step: int) -> int:
@@ -256,7 +256,7 @@ def refuse_other_data(order: Sampler, size: int) -> None:
     """Raise `UsageError` for an order whose number of samples is not `size`, that of the dataset."""
     if order.dataset_size != size:
         raise UsageError(
-            f"order: it is for {order.dataset_size} samples, and the dataset has {size}; pass the length of the "
+            f"order: it is for {order.dataset_size} samples, but the dataset has {size}; pass the length of the "
             "dataset, as in StepSampler(len(data), config.global_batch_size, config.seed)"
         )
 

@@ -319,7 +319,7 @@ def _verified(content: bytes) -> dict[str, Tensor]:
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"damaged ({error})") from None
     if content_hash(tensors) != expected:
-        raise ValueError("damaged (its content is not that of its hash)")
+        raise ValueError("damaged (its content does not match its hash)")
     return tensors
 
 

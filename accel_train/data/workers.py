@@ -183,7 +183,7 @@ class _ReportingQueue(AnyQueue):
         # As it is, for `Workers.read` to raise: the DataLoader passes on whatever has the number of a request.
         reader = f"worker {worker.id} (pid {os.getpid()})"
         cause = f"{type(e).__name__}: {e}{advice_on_memory(e)}"
-        self.put((number, LoadingError(f"{reader} has read a micro-batch and could not hand it over: {cause}")))
+        self.put((number, LoadingError(f"{reader} has read a micro-batch but could not hand it over: {cause}")))
 
 
 def _context_without_shared_lock() -> BaseContext:

@@ -30,17 +30,17 @@ def check_repository(config: HubConfig) -> None:
     option = f"hub.repo_id: {config.repo_id}"
     if problem.status is None:
         raise UsageError(
-            f"{option}: the Hub at {hub_api().endpoint} cannot be reached ({problem.reason}); give this machine a way "
-            "there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed), or leave hub.repo_id out "
-            "and push by hand later: accel-train checkpoints push RUN"
+            f"{option}: the Hub at {hub_api().endpoint} cannot be reached ({problem.reason}); give this machine "
+            "access to it (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed), or leave "
+            "hub.repo_id out and push by hand later: accel-train checkpoints push RUN"
         )
     # The Hub has answered, and the answer will be the same in an hour.
     if not problem.retry:
         raise UsageError(
-            f"{option}: the Hub refuses (status {problem.status}: {problem.reason}); give a token that may create and "
-            "write this repository in HF_TOKEN, or another hub.repo_id"
+            f"{option}: the Hub refuses the request (status {problem.status}: {problem.reason}); give a token that "
+            "may create and write this repository in HF_TOKEN, or another hub.repo_id"
         )
-    logger.warning("%s: the Hub is in trouble (%s); checkpoints wait in the queue", option, problem.reason)
+    logger.warning("%s: the Hub has problems (%s); checkpoints wait in the queue", option, problem.reason)
 
 
 def _try_repository(repo_id: str, private: bool) -> None:
@@ -48,7 +48,7 @@ def _try_repository(repo_id: str, private: bool) -> None:
 
     if get_token() is None:
         raise UsageError(
-            f"hub.repo_id: {repo_id} needs a token and none was found; set HF_TOKEN or run `hf auth login`, or leave "
+            f"hub.repo_id: {repo_id} needs a token, but none was found; set HF_TOKEN or run `hf auth login`, or leave "
             "hub.repo_id out to push nothing"
         )
     with limited_silence(30.0):

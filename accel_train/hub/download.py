@@ -66,7 +66,7 @@ def download_once(spec: str, cache: Path) -> Path:
         found = _downloaded_before(spec, cache)
         if found is None:
             raise
-        logger.warning("%s: used as downloaded before, because the Hub is out of reach: %s", found, error)
+        logger.warning("%s: the earlier download is used, because the Hub cannot be reached: %s", found, error)
         return found
     # Named by its files and not by the revision: a branch may have moved since the last download.
     contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
@@ -232,9 +232,9 @@ def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None) -> 
         )
     if problem.status in (401, 403, 404):
         raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
-    remedy = "the Hub is in trouble: try again later"
+    remedy = "the Hub has problems: try again later"
     if problem.status is None:
-        remedy = "give this machine a way there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
+        remedy = "give this machine access to it (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
     wanted = "" if revision is None else f" --revision {revision}"
     raise DownloadError(
         f"hub checkpoint: {repo} could not be downloaded from {hub_api().endpoint}: {problem.reason}; {remedy}, or "
@@ -248,8 +248,8 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
         checkpoint = commit.verify(temporary)
     except ValueError as error:
         raise DownloadError(
-            f"hub checkpoint: {spec} does not verify after the download: {error}; try again, and if it stays so, push "
-            "that checkpoint again or give another step"
+            f"hub checkpoint: {spec} does not verify after the download: {error}; try again, and if it still does "
+            "not, push that checkpoint again or give another step"
         ) from None
     final = directory / manifests.checkpoint_name(checkpoint.step)
     commit.clear_name(final)

@@ -23,7 +23,7 @@ ADVICE = {
     401: "; the token is missing, expired or wrong: set HF_TOKEN",
     403: "; the token may not write there: give one with write permission",
     404: "; the repository is not there, or the token may not see it",
-    413: "; the Hub takes no commit of this size",
+    413: "; the Hub does not accept a commit of this size",
 }
 
 

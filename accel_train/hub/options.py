@@ -40,8 +40,8 @@ class HubConfig:
             _check_repo_id(self.repo_id)
         if self.license is not None and not LICENSE.fullmatch(self.license):
             raise UsageError(
-                f"hub.license: {self.license!r} is no name of a licence on the Hub, which are of small letters, "
-                "digits, '.' and '-'; give one as in apache-2.0, mit, cc-by-4.0, or other"
+                f"hub.license: {self.license!r} is not the name of a licence on the Hub, which consists of lower-case "
+                "letters, digits, '.' and '-'; give one as in apache-2.0, mit, cc-by-4.0, or other"
             )
 
     def notices(self) -> list[str]:
@@ -64,7 +64,7 @@ def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None, *, saves
     for pushes during a run. Any checkpoint can be pushed by hand, whatever these options choose.
     """
     if config.repo_id is None:
-        because = "without hub.repo_id, for nothing is pushed"
+        because = "without hub.repo_id, because nothing is pushed"
         instead = "give --hub.repo_id ORGANISATION/NAME"
         refuse_without_effect(config, "hub", ["push", "push_every"], because, instead)
         return

@@ -70,7 +70,7 @@ def _push_of_run(queue: HubQueue, entry: Entry, minutes: float) -> str:
         raise UsageError(f"{entry.checkpoint} is in the queue of {holder}, which pushes it; wait for it or end it")
     queue.add(entry)
     raise HubError(
-        f"{entry.checkpoint} is queued: {holder}, which is pushing this run, takes it next; if that ends before, the "
+        f"{entry.checkpoint} is queued: {holder}, which is pushing this run, takes it next; if that ends first, the "
         f"next start pushes it, or: accel-train checkpoints push {shlex.quote(str(queue.run))}"
     )
 
@@ -112,7 +112,9 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
 
 def _entry_of(path: Path, config: HubConfig) -> Entry:
     if config.repo_id is None:
-        raise UsageError(f"{path}: where to? Nothing is queued that would say so; give hub.repo_id ORGANISATION/NAME")
+        raise UsageError(
+            f"{path}: the target is unknown, because nothing in the queue names it; give hub.repo_id ORGANISATION/NAME"
+        )
     try:
         entry = new_entry(commit.verify(path), config, "hand")
     except ValueError as error:

@@ -240,9 +240,9 @@ def _entry(record: Mapping[str, Any], name: str) -> Entry:
             raise ValueError(f"{key} is {record.get(key)!r:.60}; {kind.__name__} is required")
     entry = Entry(**{key: record[key] for key in _FIELDS if key in record})
     if entry.checkpoint != name or not 0 <= entry.step <= manifest.MAX_STEP:
-        raise ValueError(f"it is named {name} and holds {entry.checkpoint:.60}, step {entry.step}")
+        raise ValueError(f"it is named {name} but contains {entry.checkpoint:.60}, step {entry.step}")
     if entry.revisions not in get_args(Revisions) or entry.reason not in get_args(Reason):
-        raise ValueError(f"revisions {entry.revisions!r:.60} or reason {entry.reason!r:.60} is none that there is")
+        raise ValueError(f"revisions {entry.revisions!r:.60} or reason {entry.reason!r:.60} is unknown")
     return entry
 
 

@@ -40,7 +40,7 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     path = queue.run / "checkpoints" / entry.checkpoint
     try:
         if _is_gone(path):
-            raise NotPushableError(f"{path} is not there any more")
+            raise NotPushableError(f"{path} no longer exists")
         where = push_checkpoint(path, entry, queue.run)
     except NotPushableError as error:
         queue.fail(entry, str(error))

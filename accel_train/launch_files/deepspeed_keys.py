@@ -27,8 +27,8 @@ COUNT_OR_AUTO = "count or auto"
 """Accelerate replaces ``auto`` by a number that depends on the model's width."""
 _PREDIVIDE = "the gradient is averaged as by the other strategies"
 _SCALING = "the loss is scaled in the same way under every launch file"
-_ROUNDED = "the weights and gradients would be rounded, and the run be another"
-_NVME = "it acts on NVMe only, and offloading goes to host memory here"
+_ROUNDED = "the weights and gradients would be rounded, and it would be a different run"
+_NVME = "it applies to NVMe only, and offloading goes to host memory here"
 
 _TOP: Mapping[str, object] = {
     "zero_optimization": ANY,
@@ -66,7 +66,7 @@ _ZERO: Mapping[str, object] = {
     "overlap_comm": BOOLEAN,
     "sub_group_size": COUNT,
     "ignore_unused_parameters": BOOLEAN,
-    "round_robin_gradients": Only(False, "the weights after a step differ with it"),
+    "round_robin_gradients": Only(False, "the weights after a step depend on it"),
     "parameter_alignment": BOOLEAN,
     "memory_efficient_linear": BOOLEAN,
     "override_module_apply": BOOLEAN,
@@ -81,7 +81,7 @@ _ZERO: Mapping[str, object] = {
     "stage3_module_granularity_threshold": COUNT,
     "stage3_use_all_reduce_for_fetch_params": BOOLEAN,
     "stage3_allgather_sequential": BOOLEAN,
-    "compute_grad_norm": Only(True, "the norm of the gradient is logged, and clipped by"),
+    "compute_grad_norm": Only(True, "the norm of the gradient is logged and used for clipping"),
     "load_from_fp32_weights": Only(True, _ROUNDED),
     "zero_quantized_weights": Only(False, _ROUNDED),
     "zero_quantized_nontrainable_weights": Only(False, _ROUNDED),

@@ -63,7 +63,7 @@ def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSe
     if section.boolean("zero3_save_16bit_model", False) and settings.zero_stage != 3:
         raise section.refuse(
             "zero3_save_16bit_model",
-            f"false with stage {settings.zero_stage}: it acts in stage 3 only",
+            f"false with stage {settings.zero_stage}: it has an effect in stage 3 only",
             "write false",
         )
     return settings
@@ -155,7 +155,7 @@ def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | N
         if key in section.values:
             raise section.refuse(
                 key,
-                "absent beside deepspeed_config_file, which decides it",
+                "absent when deepspeed_config_file is given, which sets it",
                 "keep it in one of the two places",
             )
     if top.values.get("mixed_precision") is not None:
@@ -303,5 +303,5 @@ def _unknown(section: Section, key: str) -> UsageError:
         remedy = f"it belongs under {with_key[0]}" if with_key[0] else "it belongs at the top of the file"
     else:
         remedy = meant or "delete it"
-    required = "absent: of DeepSpeed's keys only those are taken that leave the result of a run as it is"
+    required = "absent: only those keys of DeepSpeed are accepted that do not change the result of a run"
     return section.refuse(key, required, remedy)

@@ -389,7 +389,7 @@ def _rdzv_backend(top: Section) -> str:
 def _notes(top: Section) -> dict[str, str]:
     notes: dict[str, str] = {}
     # The launcher takes from the file only what is None among its flags, and these flags default to other values.
-    ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
+    ignored = "is ignored: `accelerate launch` 1.15 reads it from the command line only; give it"
     backend = _rdzv_backend(top)
     if backend != "static":
         notes["rdzv_backend"] = (

@@ -80,9 +80,9 @@ def refuse_shared_devices(needed: int, visible: int) -> None:
     """Refuse ``needed`` processes on a machine that shows fewer devices."""
     if needed > visible:
         raise UsageError(
-            f"num_processes: {needed} processes on this machine need one device each, and {visible} are visible; name "
-            f"{needed} in CUDA_VISIBLE_DEVICES (with one task per machine, `srun --gpus-per-task {needed}` gives it "
-            f"them), or start {visible}"
+            f"num_processes: {needed} processes on this machine need one device each, but only {visible} are visible; "
+            f"name {needed} in CUDA_VISIBLE_DEVICES (with one task per machine, `srun --gpus-per-task {needed}` gives "
+            f"it these), or start {visible}"
         )
 
 
@@ -112,7 +112,7 @@ def refuse_launch_without_device(machine: MachineConfig, source: str) -> None:
 def refuse_without_device(strategy: str, source: str) -> NoReturn:
     """Refuse ``strategy``, which `source` asks for, because this machine shows no accelerator."""
     raise UsageError(
-        f"distributed_type: {strategy} was asked for by {source}, but this machine shows no accelerator device, where "
-        "Accelerate would ignore the setting; run it on GPUs, or try it here with "
-        "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
+        f"distributed_type: {strategy} was asked for by {source}, but this machine has no accelerator device, so "
+        "Accelerate would ignore the setting; run it on GPUs, or try it here with `accel-train rehearse --config_file "
+        "FILE --num_processes N RECIPE ...`"
     )

@@ -67,8 +67,8 @@ def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[An
                 ) from error
         if not said:
             print(
-                f"main_process_ip: {host} does not resolve yet ({reason}); it is tried again for "
-                f"{RESOLUTION_SECONDS / 60:.0f} minutes, because a machine may have no name before it runs",
+                f"main_process_ip: {host} does not resolve yet ({reason}); retrying for {RESOLUTION_SECONDS / 60:.0f} "
+                "minutes, because a machine may have no name before it runs",
                 file=sys.stderr,
                 flush=True,
             )
@@ -82,8 +82,9 @@ def _warn_if_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]
         return
     # Not an error, because a service of a cluster may forward an address of its own.
     print(
-        f"machine_rank: 0, but main_process_ip {host} is no address of this machine ({socket.gethostname()}); if no "
-        "service forwards it here, give every machine its own --machine_rank, and 0 to the one that has the address",
+        f"machine_rank: 0, but main_process_ip {host} is not an address of this machine ({socket.gethostname()}); if "
+        "no service forwards it here, give every machine its own --machine_rank, and 0 to the one that has the "
+        "address",
         file=sys.stderr,
         flush=True,
     )
@@ -119,5 +120,5 @@ def _check_port(section: Section, port: int) -> None:
             raise section.refuse(
                 "main_process_port",
                 f"a free port on the main machine, but {port} cannot be bound ({error.strerror})",
-                "end the process that holds it, or give another --main_process_port, the same on every machine",
+                "end the process that uses it, or give another --main_process_port, the same on every machine",
             ) from error

@@ -179,7 +179,7 @@ def read_sections(path: Path, document: Document) -> tuple[Section, dict[str, Se
     values = dict(document.values)
     top = Section(path, "", values, document.places)
     if "fp16" in values:
-        raise top.refuse("fp16", "absent, it is of an old version", "write `mixed_precision: fp16`, or nothing")
+        raise top.refuse("fp16", "absent: it belongs to an old version", "write `mixed_precision: fp16`, or nothing")
     sections = {name: _section(path, document, name) for name in _GROUPS}
     if "dynamo_backend" in values:
         # Files of 2022 have it at the top. Accelerate moves it as well.
@@ -201,7 +201,7 @@ def _section(path: Path, document: Document, name: str) -> Section:
         full = _full_key(name, key)
         if full in values:
             second = Section(path, name, {key: value}, document.places)
-            raise second.refuse(key, f"given once, but `{full}` is there", "keep one")
+            raise second.refuse(key, f"given once, but `{full}` is there too", "keep one")
         values[full] = value
         if (name, key) in document.places:
             places[name, full] = document.places[name, key]
@@ -267,6 +267,6 @@ def _unknown(section: Section, key: str) -> UsageError:
     else:
         prefix = _PREFIXES.get(section.name, "")
         meant = nearest(key, known) or nearest(prefix + key, known)
-        remedy = did_you_mean(meant, bare=True) or "delete it; `accelerate launch --help` lists what there is"
+        remedy = did_you_mean(meant, bare=True) or "delete it; `accelerate launch --help` lists all of them"
     what = f"unknown key `{section.label(key)}`: every key must be one that accelerate knows"
     return UsageError(f"{section.where(key)}: {what}; {remedy}")

@@ -89,7 +89,7 @@ def _require_version_2(section: Section) -> None:
     convert = f"`accelerate to-fsdp2 --config_file {file} --overwrite`"
     # True would pass for 1.
     if isinstance(version, bool) or str(version) not in ("1", "2"):
-        raise section.refuse("fsdp_version", "1 or 2, of which 2 is supported here", "write `fsdp_version: 2`")
+        raise section.refuse("fsdp_version", "1 or 2, of which only 2 is supported here", "write `fsdp_version: 2`")
     if str(version) == "1":
         raise section.refuse("fsdp_version", "2: FSDP1 is not supported here", f"convert the file with {convert}")
     # Keys that Accelerate's own converter renames or drops.
@@ -98,7 +98,7 @@ def _require_version_2(section: Section) -> None:
         if key in of_version_1:
             raise section.refuse(
                 key,
-                "absent with `fsdp_version: 2`, it is a key of FSDP1 and would be ignored",
+                "absent with `fsdp_version: 2`, because it is a key of FSDP1 and would be ignored",
                 f"delete the line, or set `fsdp_version: 1` and convert the file with {convert}",
             )
 

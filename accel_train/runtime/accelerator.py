@@ -230,7 +230,7 @@ def _refuse_half_a_launch(world_size: int) -> None:
     missing = [name for name in required if name not in os.environ]
     if world_size > 1 and missing:
         raise UsageError(
-            f"WORLD_SIZE: {world_size} is set, but {', '.join(missing)} not, so no launcher started this process; "
+            f"WORLD_SIZE: {world_size} is set, but not {', '.join(missing)}, so no launcher started this process; "
             "unset it for one process, or start all of them with `accelerate launch` or torchrun"
         )
 

@@ -95,9 +95,9 @@ def ddp_handlers(
     if config.comm_hook == "powersgd" and precision == "fp16":
         raise UsageError(
             "distributed.comm_hook: powersgd with precision: fp16: the hook adds what it kept of one step's gradient "
-            "to the next, and one that overflows, as loss scaling lets happen, would stay in it for good as NaN, and "
-            "what is finite at another loss scale; a precision without a loss scale is required: use --precision bf16 "
-            "or fp32, or --distributed.comm_hook bf16 or none"
+            "to the next, and an overflow, which loss scaling lets happen, would stay in it for good as NaN, and "
+            "finite remainders would be at another loss scale; a precision without a loss scale is required: use "
+            "--precision bf16 or fp32, or --distributed.comm_hook bf16 or none"
         )
     if config.static_graph and accumulation_steps > 1:
         raise UsageError(
@@ -118,12 +118,12 @@ def _refuse_ignored(config: DistributedConfig, strategy: str) -> None:
     ahead = changed.pop("fsdp2_prefetch", None)
     if ahead is not None and strategy != "fsdp2":
         raise UsageError(
-            f"distributed.fsdp2_prefetch: {ahead}: acts on FSDP2, and {strategy} runs, which gathers no blocks; leave "
-            "it out, or launch with accelerate_configs/fsdp2.yaml"
+            f"distributed.fsdp2_prefetch: {ahead}: applies to FSDP2 only, and this run uses {strategy}, which gathers "
+            "no blocks; leave it out, or launch with accelerate_configs/fsdp2.yaml"
         )
     if changed and strategy != "ddp":
         values = ", ".join(f"distributed.{name}: {value}" for name, value in changed.items())
-        raise UsageError(f"{values}: acts on DDP, and {strategy} runs: {_ELSEWHERE[strategy]}")
+        raise UsageError(f"{values}: applies to DDP only, and this run uses {strategy}: {_ELSEWHERE[strategy]}")
 
 
 def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
@@ -165,7 +165,7 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
     for option, wanted, real in checks:
         if wanted != real:
             raise UsageError(
-                f"distributed.{option}: {wanted} was asked for, but DDP has {real}; this version of accelerate or "
+                f"distributed.{option}: {wanted} was asked for, but DDP uses {real}; this version of accelerate or "
                 "torch does not pass it on: leave it out, or install the versions that the project names"
             )
     if asked.comm_hook == DDPCommunicationHookType.POWER_SGD and wrapped.device_type == "cpu":
@@ -186,6 +186,7 @@ def _refuse_several_buckets(model: nn.Module, asked: DistributedDataParallelKwar
     if needed > asked.bucket_cap_mb:
         raise UsageError(
             f"distributed.comm_hook: powersgd on CPU processes with buckets of {asked.bucket_cap_mb} MiB for "
-            f"{needed:.1f} MiB of gradients: torch's hook starts reductions of several buckets from gloo's threads, in "
-            f"no order that the processes share; give --distributed.bucket_cap_mb {math.ceil(needed)}, or leave it out"
+            f"{needed:.1f} MiB of gradients: torch's hook starts reductions of several buckets from gloo's threads, "
+            f"in an order that differs between processes; give --distributed.bucket_cap_mb {math.ceil(needed)}, or "
+            "leave it out"
         )

@@ -132,8 +132,8 @@ def begin_run() -> ExitStack:
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            f"a run in thread {threading.current_thread().name!r}: a run takes signals and the state of its process, "
-            "so the main thread is required; call main() there, one run after the other, or start a process for each"
+            f"a run in thread {threading.current_thread().name!r}: a run handles signals and changes its process, so "
+            "the main thread is required; call main() there, one run after the other, or start a process for each"
         )
     current_run.close()
     return current_run

@@ -182,7 +182,7 @@ def _in_notice(present: Sequence[str], absent: Sequence[str], around: Sequence[s
         return f"{by}, not by {', '.join(around)}: its embedding is sharded apart from the blocks"
     if not absent:
         return f"the classes of its parts: {by}"
-    return f"{by}; it names {', '.join(absent)} too, and has none of them"
+    return f"{by}; it also names {', '.join(absent)}, but has none of them"
 
 
 def _refuse_lacking(given: Sequence[str], there: set[str], name: str, present: Sequence[str]) -> None:
@@ -232,9 +232,9 @@ def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None
             if units[0] != units[1]:
                 raise UsageError(
                     f"fsdp2: {other} and {full} are one tensor, and {_in_words(units)} are sharded as units of their "
-                    f"own: a tied weight has to lie in one unit. {_remedy_of_tied(accelerator)}, give each its own, "
-                    "or tie only what lies outside of the blocks or in the same one; accelerate_configs/ddp.yaml and "
-                    "zero2_offload.yaml take it as it is"
+                    f"own: a tied weight must be in a single unit. {_remedy_of_tied(accelerator)}, give each its own, "
+                    "or tie only what is outside of the blocks or in the same one; accelerate_configs/ddp.yaml and "
+                    "zero2_offload.yaml accept it as it is"
                 )
 
 
@@ -242,9 +242,9 @@ def _remedy_of_tied(accelerator: Accelerator) -> str:
     plugin: Any = accelerator.state.fsdp_plugin
     given = plugin.transformer_cls_names_to_wrap
     if given is None:
-        return "Let _no_split_modules name a class around both"
+        return "Let _no_split_modules name a class that contains both"
     named = f"fsdp_transformer_layer_cls_to_wrap: {', '.join(given)}"
-    return f"Delete {named} in the launch file, for the model's own blocks, or name a class there around both"
+    return f"Delete {named} in the launch file, for the model's own blocks, or name a class there that contains both"
 
 
 def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:
@@ -271,19 +271,19 @@ def _embeddings_apart(model: nn.Module, units: Mapping[int, str]) -> list[nn.Mod
 
 
 def _in_words(units: list[str]) -> str:
-    return " and ".join(unit or "what lies outside of the blocks" for unit in units)
+    return " and ".join(unit or "everything outside of the blocks" for unit in units)
 
 
 def _refuse_unshardable_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.dim() == 0:
         raise UsageError(
-            f"fsdp2: {name} has no dimension, at least one is required to shard it; make it a vector with one element: "
-            "nn.Parameter(torch.tensor([1.0]))"
+            f"fsdp2: {name} has no dimension, but at least one is required to shard it; make it a vector with one "
+            "element: nn.Parameter(torch.tensor([1.0]))"
         )
     if not parameter.is_contiguous():
         raise UsageError(
-            f"fsdp2: {name} of shape {tuple(parameter.shape)} has the strides {parameter.stride()}, contiguous memory "
-            "is required; set its data to .contiguous() after building the model"
+            f"fsdp2: {name} of shape {tuple(parameter.shape)} has the strides {parameter.stride()}, but contiguous "
+            "memory is required; set its data to .contiguous() after building the model"
         )
 
 
@@ -305,7 +305,7 @@ def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_n
         # Read back from the engine: ZeRO ignores `clip_grad_norm_`, so this value alone decides.
         clip = float(engine.gradient_clipping())
         if not math.isclose(clip, max_grad_norm):
-            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")
+            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, but the experiment asks for {max_grad_norm}")
         return f"{strategy}: clips at {clip:g} in its own step"
     return f"{strategy}: {accelerator.num_processes} process(es) on {accelerator.device.type}"
 
@@ -347,8 +347,8 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
     blocks: list[FSDPModule] = [module for module in inside if isinstance(module, FSDPModule)]
     if len(blocks) < 2:
         raise UsageError(
-            f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded by "
-            "themselves, at least 2 are required; leave it out, or name them in fsdp_transformer_layer_cls_to_wrap"
+            f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded on their "
+            "own, but at least 2 are required; leave it out, or name them in fsdp_transformer_layer_cls_to_wrap"
         )
     for chain in _chains(model):
         for place, block in enumerate(chain):

@@ -136,6 +136,8 @@ def keep_threads(manifest: Mapping[str, Any], device: str, *, updates_on_host: b
     cores, _ = usable_cores()
     available = max(1, cores // _local_processes())
     if before < 1 or before > available:
-        return [f"{now} torch thread(s): the checkpoint was computed with {before}, for which cores are missing here"]
+        return [
+            f"{now} torch thread(s): the checkpoint was computed with {before}, for which there are too few cores here"
+        ]
     torch.set_num_threads(before)
     return [f"{before} torch thread(s) instead of {now}, as the checkpoint was computed: the same bits"]

@@ -66,11 +66,11 @@ def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str
     compiled = [getattr(module, "_compiled_call_impl", None) for module in (model, *blocks)]
     if any(call is not None for call in compiled):
         raise UsageError(
-            f"activation_checkpointing.mode {mode}: the blocks are compiled already. Apply checkpointing first."
+            f"activation_checkpointing.mode {mode}: the blocks are already compiled. Apply checkpointing first."
         )
     forwards = [vars(block).get("forward") for block in blocks]
     if any(isinstance(forward, types.MethodType) for forward in forwards):
-        raise UsageError(f"activation_checkpointing.mode {mode}: the blocks are checkpointed already. Apply it once.")
+        raise UsageError(f"activation_checkpointing.mode {mode}: the blocks are already checkpointed. Apply it once.")
 
 
 def _targets(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> list[tuple[nn.Module, str]]:

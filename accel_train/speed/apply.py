@@ -134,7 +134,9 @@ def apply_speed_options(
     checkpointing = apply_activation_checkpointing(model, options.activation_checkpointing, offload)
     compiled = apply_compile(model, options.compile, device, accumulation_steps)
     if options.float8 != "none" and not compiled.blocks:
-        float8 += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
+        float8 += (
+            "; uncompiled it is slower than bf16, because each rounding is a pass over memory: set compile.mode on"
+        )
     choices = {
         "attention": attention,
         "float8": float8,
@@ -149,7 +151,7 @@ def _attention(model: nn.Module, needs: AttentionNeeds | None, name: str) -> tup
     if needs is None:
         if name != "auto":
             raise UsageError(
-                f"attention {name}: {type(model).__name__} chooses its attention itself: its recipe states no "
+                f"attention {name}: {type(model).__name__} chooses its own attention, because its recipe states no "
                 "needs; leave the option out"
             )
         return "attention: the model's own", {"attention": "own"}

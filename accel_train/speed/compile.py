@@ -70,7 +70,7 @@ class CompiledBlocks:
             logger.warning(
                 f"compile: {self.recompilations} recompilations, the budget compile.recompile_budget is "
                 f"{self.config.recompile_budget}. The last guard that failed: {self.guards[-1]}. Each costs seconds: "
-                "make shapes fewer (drop the ragged last batch, fewer length buckets), or set compile.dynamic true."
+                "use fewer shapes (drop the ragged last batch, fewer length buckets), or set compile.dynamic true."
             )
 
     def fail(self, error: BaseException) -> None:
@@ -82,14 +82,14 @@ class CompiledBlocks:
         # A later start would fail on the same torn file, because the cache trusts any file that exists.
         torn = _torn_library(error)
         if torn:
-            cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
+            cause = f"a process was killed while it compiled and left an incomplete library: delete {torn} ({cause})"
         if self.config.mode == "on":
             raise UsageError(
                 f"compile.mode on: torch.compile failed: {cause}. Set compile.mode to auto to continue uncompiled, or "
                 "off; TORCH_LOGS=+dynamo shows more."
             ) from error
         self.failure = cause
-        logger.warning(f"compile: torch.compile failed, the blocks run uncompiled from here on: {cause}")
+        logger.warning(f"compile: torch.compile failed, the blocks run uncompiled from now on: {cause}")
 
 
 def apply_compile(
@@ -170,7 +170,8 @@ def _refuse(config: CompileConfig, device: torch.device, accumulation_steps: int
         return
     if device.type != "cuda":
         raise UsageError(
-            f"compile.optimize reduce-overhead: replays CUDA graphs and the device is {device.type}. Set it to default."
+            f"compile.optimize reduce-overhead: replays CUDA graphs, but the device is {device.type}. Set it to "
+            "default."
         )
     if accumulation_steps > 1:
         raise UsageError(
@@ -202,8 +203,8 @@ def _why_no_gain(config: CompileConfig, device: torch.device, backend: str) -> s
     if config.mode == "on" or device.type != "cpu" or backend != "inductor":
         return None
     return (
-        "on a CPU blocks gain about a tenth and whole steps of the demos nothing, for half a minute of compiling; "
-        "compile.mode on compiles all the same"
+        "on a CPU compiling makes blocks about a tenth faster and whole steps of the demos no faster, and takes half "
+        "a minute; compile.mode on compiles anyway"
     )
 
 

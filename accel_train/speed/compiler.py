@@ -35,8 +35,8 @@ def paths_with_a_space(*, inductor: bool = True) -> list[str]:
         places["the directory for temporary files"] = tempfile.gettempdir()
         places["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     return [
-        f"{name} {place!r} has a space, at which a compiler's command breaks (compile.mode"
-        f"{', DeepSpeed' if place == sys.prefix else ''}); use a path without one"
+        f"{name} {place!r} contains a space, which breaks a compiler's command "
+        f"(compile.mode{', DeepSpeed' if place == sys.prefix else ''}); use a path without one"
         for name, place in places.items()
         if " " in place
     ]

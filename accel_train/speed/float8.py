@@ -58,7 +58,7 @@ def refuse_float8_strategy(recipe: Float8, precision: str, strategy: str) -> Non
     if strategy not in STRATEGIES:
         raise UsageError(
             f"float8: {recipe} runs under {', '.join(STRATEGIES)}, this is {strategy}: DeepSpeed casts weights and "
-            "puts functions of its own in the place of linear layers, and the two were never run together; use "
+            "replaces linear layers by functions of its own, and the two have never been run together; use "
             "accelerate_configs/fsdp2.yaml, which shards as much, or --float8 none"
         )
 
@@ -118,10 +118,10 @@ def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
 
 def _needed(recipe: Float8) -> str:
     """Describe the rule of `gains`, for messages."""
-    sides = f"needed are inputs and outputs in multiples of {MULTIPLE}, "
+    sides = f"it needs inputs and outputs in multiples of {MULTIPLE}, "
     if recipe == "tensorwise":
         return sides + "with more than 1024 outputs or more than 4096 inputs"
-    return sides + "more than 2048 outputs, more than 1024 inputs, and more than 4096 of the one or 2048 of the other"
+    return sides + "more than 2048 outputs, more than 1024 inputs, and more than 4096 outputs or 2048 inputs"
 
 
 def _largest(linears: list[nn.Linear]) -> str:
@@ -170,10 +170,10 @@ def _refuse_device(recipe: str, device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip is not None:
         kind = device.type
         if kind == "cuda":  # ROCm calls its devices cuda too
-            kind = "an AMD GPU, on which it was never run"
+            kind = "an AMD GPU, on which it has never been run"
         raise UsageError(
-            f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, the device is "
-            f"{kind}; use --float8 none"
+            f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, but the "
+            f"device is {kind}; use --float8 none"
         )
     # Queried for this device: GPUs of one host may differ.
     found = torch.cuda.get_device_capability(device)

@@ -54,8 +54,8 @@ def dropout_warning(model: nn.Module) -> str | None:
     remedy = f"set {', '.join(rates)} {place} to 0" if rates else "set their rates to 0"
     return (
         f"dropout of {len(drawing)} modules ({name} is the first, a {type(module).__name__}) is drawn from torch's "
-        "generator in each process: it is outside the promise that the trajectory does not depend on the machine; "
-        f"{remedy} to keep it, or draw a mask with accel_train.rng"
+        f"generator in each process, so the trajectory depends on the machine; {remedy} to prevent this, or draw a "
+        "mask with accel_train.rng"
     )
 
 
@@ -92,10 +92,10 @@ def _own_checkpointing(model: nn.Module, mode: str) -> list[str]:
     name = type(model).__name__
     if mode != "none":
         raise UsageError(
-            f"activation_checkpointing.mode {mode}: {name} recomputes by itself already: gradient_checkpointing is on "
-            f"in {own} of its modules. Only one of the two may be on: switch the model's off before "
-            "prepare (gradient_checkpointing_disable of transformers, disable_gradient_checkpointing of diffusers), or "
-            "leave the option out"
+            f"activation_checkpointing.mode {mode}: {name} already recomputes by itself: gradient_checkpointing is on "
+            f"in {own} of its modules. Only one of the two may be on: switch the model's off before prepare "
+            "(gradient_checkpointing_disable of transformers, disable_gradient_checkpointing of diffusers), or leave "
+            "the option out"
         )
     return [f"activation checkpointing: {name}'s own, gradient_checkpointing is on in {own} of its modules"]
 
@@ -123,8 +123,8 @@ def _without_cache(
         return None
     if named.get("use_cache"):
         raise UsageError(
-            f"use_cache=True: {type(module).__name__} trains, and a cache of keys is of no use there; leave it out, or "
-            "generate in eval mode without gradients"
+            f"use_cache=True: {type(module).__name__} is being trained, where a cache of keys is of no use; leave it "
+            "out, or generate in eval mode without gradients"
         )
     return arguments, {**named, "use_cache": False}
 
@@ -137,7 +137,7 @@ def _refuse_lowered(model: nn.Module, precision: Precision, strategy: str) -> No
     names = [name for name, parameter in model.named_parameters() if id(parameter) in kept]
     if names:
         raise UsageError(
-            f"precision {precision} under {strategy} casts all weights of the computation, and {type(model).__name__} "
+            f"precision {precision} under {strategy} casts all weights of the computation, but {type(model).__name__} "
             f"keeps {len(names)} in fp32 (_keep_in_fp32_modules): {shortened(names, 2)}. Use --precision fp32, or one "
             "process or DDP, whose autocast leaves them as they are"
         )

@@ -31,7 +31,7 @@ class ActivationCheckpointingConfig:
         if self.mode == "none":
             refuse_without_effect(self, "activation_checkpointing", ["blocks", "offload"], with_mode, instead)
         if self.mode != "full":
-            because = f"{with_mode}, which does not store the inputs of whole blocks alone"
+            because = f"{with_mode}, which does not store only the inputs of whole blocks"
             refuse_without_effect(self, "activation_checkpointing", ["offload"], because, instead)
 
 

@@ -106,7 +106,7 @@ def _read(directory: Path, asked: int) -> SmallerMicroBatch | None:
 
 def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMicroBatch:
     """Record half of the micro-batch in ``used`` for the next start. Any process that ran out may call it."""
-    assert used > 1, "a micro-batch of one sample has no half"
+    assert used > 1, "a micro-batch of one sample cannot be halved"
     earlier = _read(directory, asked)
     record = SmallerMicroBatch(asked, used // 2, step, earlier.tries if earlier else 0, step)
     _write(directory, record)
@@ -149,8 +149,8 @@ def explain(used: int, step: int, *, global_batch_size: int) -> str:
 def explain_evaluation(step: int) -> str:
     """Return advice about an evaluation, for an error ending the run."""
     return (
-        f"the evaluation after step {step} ran out of memory; let it take fewer samples at once: give a smaller "
-        "--evaluation.batch_size, or where that is not set a smaller --micro_batch_size"
+        f"the evaluation after step {step} ran out of memory; have it take fewer samples at once: give a smaller "
+        "--evaluation.batch_size, or, if that is not set, a smaller --micro_batch_size"
     )
 
 
@@ -165,6 +165,6 @@ def explain_save(error: BaseException, step: int) -> str:
     return (
         f"the save of step {step} ran out of {memory} memory. A smaller micro-batch would not make it smaller, so "
         "nothing was halved; checkpoints saved before are complete, and the same command continues from the newest. "
-        f"Give the save room: {remedies}, or --checkpoints.save_state false, which saves weights and EMA alone, from "
-        "which no run resumes"
+        f"Make room for the save: {remedies}, or --checkpoints.save_state false, which saves only weights and EMA, "
+        "from which no run can resume"
     )

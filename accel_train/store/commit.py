@@ -116,8 +116,8 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | 
     except OSError as error:
         raise NotRenamedError(
             error.errno,
-            f"{error.strerror}: {temporary} is complete, but could not be renamed to {final.name}; it stays there "
-            "until the next start sweeps it",
+            f"{error.strerror}: {temporary} is complete, but could not be renamed to {final.name}; it remains there "
+            "until the next start removes it",
         ) from error
     failpoints.hit("after_rename")
     fsync_directory(final.parent)
@@ -325,8 +325,8 @@ def sweep(directory: Path) -> list[Path]:
         shutil.rmtree(path, ignore_errors=True)
     if others:
         logger.warning(
-            "%d unfinished save(s) of other hosts stay in %s, because this host cannot see their processes: %s; once "
-            "these have ended, `accel-train checkpoints prune %s` deletes them",
+            "%d unfinished save(s) of other hosts remain in %s, because this host cannot see their processes: %s; "
+            "once these have ended, `accel-train checkpoints prune %s` deletes them",
             len(others),
             directory,
             shortened([path.name for path in others], 3),

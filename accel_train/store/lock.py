@@ -79,7 +79,9 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
         raise LockedError(holder) from None
     except OSError as error:
         is_exclusive = False
-        logger.warning("%s: its file system has no locks (%s): make sure that only one run uses it", directory, error)
+        logger.warning(
+            "%s: its file system does not support locks (%s): make sure that only one run uses it", directory, error
+        )
     # `flock` locks the file behind the descriptor, not its name.
     if not os.fstat(lock.fileno()).st_nlink:
         # The last holder, a refused start, has deleted the file. A third process may hold a new one.

@@ -71,7 +71,7 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
     # Order and retention go by the name, so it must not lie about the step.
     match = NAME.fullmatch(directory.name)
     if match and checkpoint_name(manifest["step"]) != directory.name:
-        problem = f"its step is {manifest['step']}, the directory's name says {int(match[1])}"
+        problem = f"its step is {manifest['step']}, but the directory's name says {int(match[1])}"
         raise OtherStepError(f"{directory}: {MANIFEST} cannot be read ({problem})")
     return manifest, content
 
@@ -122,7 +122,7 @@ def _check_files(files: Mapping[str, Any]) -> None:
         raise ValueError(f"it lists {len(files)} files; at most {MAX_FILES} are read")
     for name, facts in files.items():
         if not is_safe_name(name):
-            raise ValueError(f"it lists {_shorten(name)}, which is no name of a file in a checkpoint")
+            raise ValueError(f"it lists {_shorten(name)}, which is not a valid file name in a checkpoint")
         if not _is_file(facts):
             raise ValueError(f"files: {name} has no size and sha256, but {_shorten(facts)}")
 

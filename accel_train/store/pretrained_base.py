@@ -190,8 +190,8 @@ def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, A
     else:
         difference = f"has another {name} (sha256 {found[name][:12]}, not {expected[name][:12]})"
     raise UsageError(
-        f"{checkpoint}: its base is {_describe(recorded)}, and {_describe(current)} {difference}; give the base "
-        "that it was trained on, with the file as it was, or start a new run from another"
+        f"{checkpoint}: its base is {_describe(recorded)}, and {_describe(current)} {difference}; give the base that "
+        "it was trained on, with the same file, or start a new run from another"
     )
 
 
@@ -199,7 +199,7 @@ def refuse_other_weights(recorded: Mapping[str, Any], current: Mapping[str, Any]
     """Raise ``UsageError`` unless ``current`` has exactly the files of the checkpoint's frozen parameters."""
     named = f"{checkpoint}: its frozen weights are those of {_describe(recorded)}"
     if current is None:
-        raise UsageError(f"{named}, and this model was built without a base; build it from that base")
+        raise UsageError(f"{named}, but this model was built without a base; build it from that base")
     expected = recorded["files"]
     found = current["files"]
     changed = [name for name in expected if name in found and found[name]["sha256"] != expected[name]["sha256"]]
@@ -242,8 +242,9 @@ def refuse_missing_folder(
     wanted = expand_path(source)
     if wanted.is_file():
         raise UsageError(
-            f"{option} {source!r}: is a file, and a folder as save_pretrained writes it, or a Hub id, is required. A "
-            "checkpoint in a single file is converted by from_single_file of diffusers' pipelines and save_pretrained."
+            f"{option} {source!r}: is a file, but a folder as save_pretrained writes it, or a Hub id, is required. A "
+            "checkpoint in a single file is converted by from_single_file of diffusers' pipelines and "
+            "save_pretrained."
         )
     # A folder is recorded with its absolute path, a Hub id as it is.
     was_folder = recorded is not None and recorded["source"] == str(wanted)
@@ -251,10 +252,10 @@ def refuse_missing_folder(
         return
     if wanted.is_dir():
         raise UsageError(f"{option} {source!r}: is not expanded; write the folder in full: {option} {wanted}")
-    missing = f"{option} {source!r}: the base is a local folder, and {wanted} is not there."
+    missing = f"{option} {source!r}: the base is a local folder, but {wanted} is not there."
     if checkpoint is None:
         raise UsageError(f"{missing} Put it there, or give {option} the right folder or a Hub id such as owner/name.")
-    remedy = f"Put it back, or give its new place: {option} FOLDER --allow {option.removeprefix('--')}"
+    remedy = f"Put it back, or give its new location: {option} FOLDER --allow {option.removeprefix('--')}"
     if recorded is None:
         raise UsageError(f"{missing} {checkpoint} holds the weights and records no files of the base. {remedy}.")
     raise UsageError(

@@ -119,7 +119,7 @@ def _plan(
     paths = [*(facts.path for facts in verified), *damaged]
     names = {path.name for path in paths}
     if all(facts.step != newest for facts in verified):
-        return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
+        return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing is deleted"))
     past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
     reasons = _reasons(past, damaged, keep) | _later_weights(verified, newest)
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")

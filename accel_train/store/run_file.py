@@ -45,11 +45,11 @@ class ExperimentOptions(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         members = [key for key in self if key.startswith(f"{name}.")]
         if members:
-            dotted = f"the names are dotted: {shortened(members, 4)}; let the recipe read options[{members[0]!r}]"
-            raise UsageError(f"{self.file}: {name!r} is a group of options, and {dotted}")
+            dotted = f"whose names are dotted: {shortened(members, 4)}; let the recipe read options[{members[0]!r}]"
+            raise UsageError(f"{self.file}: {name!r} is a group of options, {dotted}")
         raise UsageError(
             f"{self.file}: its run had no option {name!r}, so the model is of another version of this recipe. Give a "
-            f"newer run, or let the recipe read options.get({name!r}, VALUE) with the value of before"
+            f"newer run, or let the recipe read options.get({name!r}, VALUE) with the value it had then"
         )
 
 
@@ -121,7 +121,7 @@ def refuse_changes(
         advice = _advice([*allow, *changed], experiment)
         remedies = _remedies(option, {key: (before.get(key), experiment.get(key)) for key in changed}, advice, shapes)
         raise UsageError(
-            f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
+            f"{option}: {value} contains a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
             f"{_same_files(changed)}{remedies}"
         )
     return allowed
@@ -143,12 +143,13 @@ def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:
     """Say how to accept changes of all ``keys`` on purpose. Changed data are better recorded than allowed."""
     allow = f"--allow {' '.join(keys)}"
     if DATA_FINGERPRINT not in keys or experiment.get(DATA_CHANGED) != "refuse":
-        return f"take the change on purpose with {allow}"
+        return f"accept the change with {allow}"
     others = " ".join(key for key in keys if key != DATA_FINGERPRINT)
     rest = f" --allow {others}" if others else ""
     return (
-        f"go on with the other data by --{DATA_CHANGED} allow{rest}: checkpoints then record which data were used from "
-        f"which step. --allow {DATA_FINGERPRINT} would instead take them for the data that the run began with: {allow}"
+        f"continue with the changed data by --{DATA_CHANGED} allow{rest}: checkpoints then record which data were "
+        f"used from which step. --allow {DATA_FINGERPRINT} would instead treat them as the data that the run began "
+        f"with: {allow}"
     )
 
 
@@ -158,7 +159,7 @@ def _same_files(changed: Iterable[str]) -> str:
         return ""
     return (
         "if the files are the same, the run began with another version of accel_train, or of a package that reads "
-        "them, which made other samples of them\n"
+        "them, which produced other samples from them\n"
     )
 
 

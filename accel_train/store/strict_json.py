@@ -40,7 +40,7 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> Json:
     """Read a file with an object at the top."""
     value = read(path, max_bytes)
     if not isinstance(value, dict):
-        raise ValueError(f"it holds {_kind(value)}, not an object")
+        raise ValueError(f"it contains {_kind(value)}, not an object")
     return value
 
 

@@ -104,7 +104,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Json:
 def _unreadable(path: Path, error: Exception) -> UsageError:
     reason = str(error) or type(error).__name__
     return UsageError(
-        f"{path}: not a sound safetensors file ({reason}); copy or download it again, or have it written again"
+        f"{path}: not a valid safetensors file ({reason}); copy or download it again, or have it written again"
     )
 
 
@@ -119,7 +119,7 @@ def find_tensors(directory: Path, stem: str = "model") -> dict[str, TensorInfo]:
     is_index = source.suffix == ".json"
     found = find_indexed(source, read_weight_map(source)) if is_index else read_header(source)
     if not found:
-        raise UsageError(f"{source}: holds no tensors; give a file that does")
+        raise UsageError(f"{source}: contains no tensors; give a file that does")
     return {name: found[name] for name in sorted(found)}
 
 
@@ -132,7 +132,9 @@ def _find_source(directory: Path, stem: str) -> Path:
             raise _nothing_to_read(directory, stem)
         return single
     if single.exists():
-        raise UsageError(f"{directory}: holds {single.name} and {indexes[0].name}; delete the one that is not current")
+        raise UsageError(
+            f"{directory}: contains both {single.name} and {indexes[0].name}; delete the one that is not current"
+        )
     return indexes[0]
 
 
@@ -189,8 +191,8 @@ def _shard_path(source: Path, file: str, folder: str) -> Path:
     is_plain = Path(name).name == name and name != ".." and not set(name) & set("/\\:\0")
     if not file.startswith(folder) or not is_plain:
         raise UsageError(
-            f"{source}: names {file!r}, which is not a file beside it; an index may not lead elsewhere. Do not use it, "
-            "or have it written again"
+            f"{source}: names {file!r}, which is not a file next to it; an index may not point elsewhere. Do not use "
+            "it, or have it written again"
         )
     path = source.parent / name
     if is_pickle(path):
@@ -204,8 +206,8 @@ def pickle_error(files: Collection[Path]) -> UsageError:
     """Build the error for pickled weights, with ways to convert them."""
     names = shortened(sorted(path.name for path in files), 6)
     return UsageError(
-        f"{min(files).parent}: the weights are a pickle ({names}), and to read a pickle is to run the program in it. "
-        "Load them in the tool that made them, save them there with safetensors.torch.save_file(state_dict, "
+        f"{min(files).parent}: the weights are a pickle ({names}), and reading a pickle runs the program in it. Load "
+        "them in the tool that made them, save them there with safetensors.torch.save_file(state_dict, "
         '"model.safetensors"), or take the safetensors files of the same model'
     )
 
@@ -214,7 +216,7 @@ def _not_a_directory(path: Path) -> UsageError:
     if path.is_file() and is_pickle(path):
         return pickle_error([path])
     problem = "is a file" if path.exists() else "does not exist"
-    return UsageError(f"{path}: {problem}; give a directory that holds safetensors files")
+    return UsageError(f"{path}: {problem}; give a directory that contains safetensors files")
 
 
 def _nothing_to_read(directory: Path, stem: str) -> UsageError:
@@ -224,8 +226,8 @@ def _nothing_to_read(directory: Path, stem: str) -> UsageError:
         return pickle_error(pickles)
     names = shortened([path.name for path in content], 6)
     return UsageError(
-        f"{directory}: {stem}.safetensors is not there, nor an index of it (it holds {names}); give a directory that "
-        f"holds {stem}.safetensors"
+        f"{directory}: {stem}.safetensors is not there, nor an index of it (it contains {names}); give a directory "
+        f"that contains {stem}.safetensors"
     )
 
 
@@ -267,7 +269,7 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
     if not (torch.isfinite(low) and torch.isfinite(high)):
         count = int((~torch.isfinite(tensor)).sum())
         raise UsageError(
-            f"{file}: {name} holds {count} value(s) that are NaN or infinite, of {tensor.numel()}; the model had "
+            f"{file}: {name} contains {count} value(s) that are NaN or infinite, of {tensor.numel()}; the model had "
             "diverged when it was written: take an earlier checkpoint"
         )
 
@@ -345,7 +347,7 @@ def _read_finite(
         elif loaded[name].isnan().any():
             # Only a warning, because training itself may never read this buffer.
             logger.warning(
-                "%s: the buffer %s holds NaN: a batch norm keeps it after one batch that was not finite, and an "
+                "%s: the buffer %s contains NaN: a batch norm keeps it after one batch that was not finite, and an "
                 "evaluation that reads it gives NaN; take an earlier checkpoint, or reset that buffer",
                 info.file,
                 name,

@@ -234,7 +234,7 @@ class GradientWindow:
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
             raise UsageError(
-                f"window.backward: one tensor for the loss terms {names}; give a dict with the sum of each"
+                f"window.backward: got one tensor for the loss terms {names}; give a dict with the sum of each"
             )
         of_terms = by_term(sums, "sums", self.coefficients, self.step)
         # Wraps around after one call too many, which `finish` refuses.
@@ -318,14 +318,14 @@ class GradientWindow:
     def _refuse_incomplete(self) -> None:
         if self._is_finished:
             raise RuntimeError(
-                f"step {self.step + 1}: window.finish was called twice, and the second time it would measure and clip "
-                "a gradient that is clipped already; call it once for each window, and keep what it returns"
+                f"step {self.step + 1}: window.finish was called twice, and the second call would measure and clip a "
+                "gradient that is already clipped; call it once per window, and keep its result"
             )
         self._is_finished = True
         done, required = len(self._sums), len(self.inputs)
         if done == required and self._is_complete:
             return
-        left = "" if self._is_complete else ", and the loop over the window was left before its end"
+        left = "" if self._is_complete else ", and the loop over the window was left early"
         raise RuntimeError(
             f"step {self.step + 1}: window.backward was called {done} times for {required} micro-batches{left}, so the "
             "gradient is not that of the global batch; iterate over the window to its end, and call window.backward "

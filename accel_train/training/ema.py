@@ -87,8 +87,9 @@ class Ema:
         """
         if self._is_left:
             raise RuntimeError(
-                f"step {step + 1} would train from the EMA: an evaluation has failed, and under ZeRO the trained "
-                "weights come back only on all processes together; let its error end the run, and start it again"
+                f"step {step + 1} would train the EMA weights: an evaluation failed, and under ZeRO the trained "
+                "weights can be restored only on all processes together; let its error end the run, and start it "
+                "again"
             )
         self._owed_step = step
         if self._fused is None:
@@ -215,7 +216,7 @@ def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: An
     if config.decay > 0:
         raise UsageError(
             f"ema.decay: {config.decay}: {type(inner).__name__} averages the weights itself, and its average is "
-            "evaluated and saved in the EMA's place, so 0 is required. Give --ema.decay 0"
+            "evaluated and saved instead of the EMA, so 0 is required. Give --ema.decay 0"
         )
     return OptimizerAverage(config, shards, guard, inner)
 
@@ -232,8 +233,8 @@ def refuse_wide(trained: Mapping[str, torch.Tensor]) -> None:
     wide = [name for name, parameter in trained.items() if parameter.dtype == torch.float64]
     if wide:
         raise UsageError(
-            f"the model: {shortened(wide, 3)} is trained in float64, and weights, optimizer state and EMA are fp32; "
-            "call model.float(), and convert to float64 in forward where the arithmetic needs it"
+            f"the model: {shortened(wide, 3)} is trained in float64, but weights, optimizer state and EMA are kept in "
+            "fp32; call model.float(), and convert to float64 in forward where the arithmetic needs it"
         )
 
 

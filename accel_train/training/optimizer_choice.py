@@ -46,23 +46,23 @@ class Row:
 _RUNS = Row(PRECISIONS, run=("fp32", "bf16"))
 _MUON_UNDER_ZERO = Row(
     (),
-    "ZeRO hands the optimizer one flat vector of each group's parameters, cut across matrices, and Muon needs whole "
+    "ZeRO hands the optimizer one flat vector of each group's parameters, cut across matrices, but Muon needs whole "
     "ones; use FSDP2 (accelerate_configs/fsdp2.yaml), which shards by rows, or --optimizer.name adamw",
 )
 _EIGHT_BIT_UNDER_FSDP = Row(
     (),
-    "the kernels of bitsandbytes take no sharded tensors (bitsandbytes#89, #1633); FSDP2 divides the state by the "
-    "number of GPUs already: use --optimizer.name adamw",
+    "the kernels of bitsandbytes do not accept sharded tensors (bitsandbytes#89, #1633); FSDP2 already divides the "
+    "state by the number of GPUs: use --optimizer.name adamw",
 )
 _EIGHT_BIT_UNDER_ZERO = Row(
     (),
-    "ZeRO keeps the state of flat vectors, whose 8-bit blocks belong to no parameter, so no checkpoint could name "
-    "them; use --optimizer.name adamw, whose state ZeRO divides by the number of GPUs",
+    "ZeRO keeps the state of flat vectors, whose 8-bit blocks belong to no single parameter, so no checkpoint could "
+    "name them; use --optimizer.name adamw, whose state ZeRO divides by the number of GPUs",
 )
 _OWN_UNDER_FSDP = Row(
     (),
-    "a class may compute norms and sums of whole parameters, and here it would get those of this rank's rows without "
-    "an error; use --optimizer.name adamw or muon",
+    "a class may compute norms and sums of whole parameters, and here it would silently get those of this rank's rows "
+    "only; use --optimizer.name adamw or muon",
 )
 _OWN_UNDER_ZERO = Row(
     (),
@@ -99,8 +99,8 @@ def check_name(name: str) -> None:
     if name in known or (colon and module and attribute):
         return
     raise UsageError(
-        f"optimizer.name: {name!r} is not known{did_you_mean(nearest(name, known))}; known are {', '.join(known)}, and "
-        "module:Class for any torch.optim.Optimizer, such as torch.optim:NAdam"
+        f"optimizer.name: {name!r} is not known{did_you_mean(nearest(name, known))}; give one of {', '.join(known)}, "
+        "or module:Class for any torch.optim.Optimizer, such as torch.optim:NAdam"
     )
 
 
@@ -123,7 +123,7 @@ def refuse_combination(name: str, strategy: str, precision: str, device: torch.d
         _refuse_eight_bit(device)
     if name == "adamw_offload" and device.type != "cuda":
         raise UsageError(
-            f"optimizer.name: adamw_offload needs a CUDA device, this is {device.type}, where there is no device "
+            f"optimizer.name: adamw_offload needs a CUDA device, and this is {device.type}, which has no device "
             "memory to save; use --optimizer.name adamw"
         )
 
@@ -141,7 +141,8 @@ def _refuse_eight_bit(device: torch.device) -> None:
         )
     if device.type not in ("cuda", "cpu", "xpu"):
         raise UsageError(
-            f"optimizer.name: adamw8bit runs on cuda, xpu and cpu, this is {device.type}; use --optimizer.name adamw"
+            f"optimizer.name: adamw8bit runs on cuda, xpu and cpu, and this is {device.type}; use --optimizer.name "
+            "adamw"
         )
 
 
@@ -154,10 +155,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"optimizer.name: {name}: cannot be imported ({error}); give module:Class, where the module is installed "
-            "or lies on PYTHONPATH"
+            "or on PYTHONPATH"
         ) from None
     if not (isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)):
-        raise UsageError(f"optimizer.name: {name}: is no torch.optim.Optimizer, which is required; name such a class")
+        raise UsageError(f"optimizer.name: {name}: is not a torch.optim.Optimizer; name a subclass of it")
     return imported
 
 
@@ -194,7 +195,7 @@ def keyword_arguments(texts: Sequence[str]) -> dict[str, Any]:
 _OPTION_OF_ARGUMENT = {
     "lr": "--optimizer.lr, which the schedule multiplies",
     "weight_decay": "--optimizer.weight_decay, which spares norms, biases and embeddings",
-    "params": "no parameters, they are those of the model",
+    "params": "no parameters, because those of the model are used",
 }
 
 
@@ -239,7 +240,7 @@ class OwnOptimizer:
         # A group may have any key, and a class that does not read it would silently ignore the option.
         if "weight_decay" not in optimizer.defaults and self.weight_decay:
             raise UsageError(
-                f"optimizer.weight_decay: {self.weight_decay}: {self.name} has no weight decay, and 0 is required. "
+                f"optimizer.weight_decay: {self.weight_decay}: {self.name} has no weight decay, so 0 is required. "
                 "Give --optimizer.weight_decay 0"
             )
         return optimizer
@@ -288,9 +289,9 @@ def try_saving(
         ) from error
     if not survives:
         raise UsageError(
-            f"optimizer.name: {name}: a trial that was saved and restored after {half} of {TRIAL_STEPS} steps "
-            "went on with other bits: the class draws random numbers, or keeps state outside of `state` and "
-            "`param_groups`, where no checkpoint finds it. Choose another class"
+            f"optimizer.name: {name}: a trial that was saved and restored after {half} of {TRIAL_STEPS} steps did not "
+            "continue bit for bit: the class draws random numbers, or keeps state outside of `state` and "
+            "`param_groups`, where no checkpoint can find it. Choose another class"
         )
     if not reads_rate:
         raise UsageError(

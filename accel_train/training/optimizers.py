@@ -144,7 +144,7 @@ class OptimizerConfig:
                 default = field.default
                 words = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 raise UsageError(
-                    f"optimizer.{field.name}: {value}: {self.name} has no such argument, and the default is required. "
+                    f"optimizer.{field.name}: {value}: {self.name} has no such argument, so the default is required. "
                     f"Give --optimizer.{field.name} {words}."
                 )
         return keywords
@@ -254,8 +254,8 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
     known = {group["part"] for group in optimizer.param_groups} - {""}
     if unknown := sorted(set(parts) - known):
         raise UsageError(
-            f"frozen={sorted(parts)}: {unknown} is no freezable part of this optimizer, "
-            f"the parts are {sorted(known)}. Name one of those, or pass `freezable` to build_optimizer."
+            f"frozen={sorted(parts)}: {unknown} is not a freezable part of this optimizer, whose parts are "
+            f"{sorted(known)}. Name one of those, or pass `freezable` to build_optimizer."
         )
     for group in optimizer.param_groups:
         if parts and group.get(OWN_KEY) is False:

@@ -63,13 +63,15 @@ class _Key(NamedTuple):
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
+        raise UsageError(
+            "model: has no trainable parameter, but at least 1 is needed. Set requires_grad on what to train."
+        )
     return trainable
 
 
 def _refuse_without_matrices(model: nn.Module) -> NoReturn:
     raise UsageError(
-        f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
+        f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, but at least 1 "
         "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
         "--optimizer.name adamw."
     )
@@ -138,8 +140,8 @@ def _spared(kind_of: Mapping[str, Kind], config: OptimizerConfig) -> set[str]:
         taken = {name for name in decayed if _fits(name, module)}
         if not taken:
             raise UsageError(
-                f"optimizer.no_decay: {module} takes weight decay from no parameter: none with decay is in a module of "
-                f"that name or fits the pattern. Parameters with decay: {shortened(decayed, 8)}"
+                f"optimizer.no_decay: {module} removes weight decay from no parameter: none with decay is in a module "
+                f"of that name or matches the pattern. Parameters with decay: {shortened(decayed, 8)}"
             )
         spared |= taken
     return spared
@@ -186,7 +188,7 @@ def _factor_of_each(names: Collection[str], texts: Sequence[str]) -> dict[str, f
         if module not in chosen.values():
             raise UsageError(
                 f"optimizer.lr_factors: {module}={factor:g} changes no trainable parameter: none is in a module of "
-                "that name or fits the pattern, or a later entry takes all of them. Trainable parameters: "
+                "that name or matches the pattern, or a later entry takes all of them. Trainable parameters: "
                 f"{shortened(list(names), 8)}"
             )
     return {name: factors[module] for name, module in chosen.items()}

@@ -178,7 +178,7 @@ def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_fl
             return []
         factor = learning_rate_factor(config, max_steps, decay_steps)
         return [
-            f"the schedule of this run ends at step {decay_steps}, as its first start decided: at step {max_steps} the "
+            f"the schedule of this run ends at step {decay_steps}, as set at its first start: at step {max_steps} the "
             f"learning rate is still {factor:.2g} of the peak; to end there, give {flags}"
         ]
     lr = f"{config.floor:g} of the peak"
@@ -287,7 +287,7 @@ def check_lengths(config: ScheduleConfig, decay_steps: int, length: str) -> None
     if warmup > decay_steps:
         raise UsageError(
             f"schedule.warmup_steps: {warmup}: must not be more than {length}, or the peak would never be reached; "
-            "lower the one or raise the other"
+            "lower one or raise the other"
         )
     if config.cycle_steps is not None and warmup + config.cycle_steps > decay_steps:
         raise UsageError(

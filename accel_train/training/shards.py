@@ -124,7 +124,7 @@ class Shards:
         if names and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the processes had different values in %d buffer(s) (%s): each has seen its own samples; those of "
+                "the processes had different values in %d buffer(s) (%s), because each saw its own samples; those of "
                 "process 0 are evaluated and saved",
                 len(names),
                 shortened(names, 3),
@@ -248,8 +248,8 @@ class Shards:
             for key, number in values.items():
                 if not self._is_own or key not in state:
                     raise UsageError(
-                        f"optimizer.name: {type(optimizer).__name__} keeps no {key} of {name}, and the checkpoint has "
-                        "one: another class wrote it. Go back to that one, or start a new run with --init_from"
+                        f"optimizer.name: {type(optimizer).__name__} keeps no {key} of {name}, but the checkpoint has "
+                        "one: another class wrote it. Go back to that class, or start a new run with --init_from"
                     )
                 present = state[key]
                 device = present.device if isinstance(present, Tensor) else parameter.device
@@ -362,8 +362,8 @@ def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:
         kind = f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return (
         f"optimizer.name: {optimizer} keeps {key} of {name} as {kind}; a checkpoint holds state by parameter name, as "
-        "one value per element that fp32 represents, or as one number. Choose arguments without this state, or another "
-        "class"
+        "one value per element that fp32 can represent, or as one number. Choose arguments without this state, or "
+        "another class"
     )
 
 

@@ -174,8 +174,8 @@ class StepCalls:
         self.refuse_other_rates(step)
         if self._counts_steps and updates and self._steps != 1:
             raise RuntimeError(
-                f"step {step}: optimizer.step was called {self._steps} times between two steps of the loop, and once "
-                "is required; call it after window.finish"
+                f"step {step}: optimizer.step was called {self._steps} times between two steps of the loop; call it "
+                "once, after window.finish"
             )
 
     def refuse_other_rates(self, step: int) -> None:
@@ -200,7 +200,7 @@ class StepCalls:
 
 
 def _refuse_type(call: str, given: object, required: str) -> NoReturn:
-    raise UsageError(f"{call}: {type(given).__name__}: another type is required in its place; pass {required}")
+    raise UsageError(f"{call}: {type(given).__name__}: this type is not accepted; pass {required}")
 
 
 def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -280,8 +280,8 @@ class Leftovers:
         # Operators on lists of sharded tensors, and those on `.data`, change values without a new version.
         if bool(local_of(gradient).any()):
             raise RuntimeError(
-                f"step {step + 1}: the gradient of the step before is still there, or of a backward of your own before "
-                "the window, and this one would be added to it; call optimizer.zero_grad() after every "
+                f"step {step + 1}: the gradient of the previous step, or of a backward of your own before the window, "
+                "is still there, and this step would add to it; call optimizer.zero_grad() after every "
                 f"optimizer.step(), and {_ADD_LOSS}"
             )
         if not self._sees_zeros:
@@ -302,8 +302,8 @@ _ADD_LOSS = "add a loss of your own to the sums given to window.backward, as a f
 
 def _refuse_backward(step: int) -> NoReturn:
     raise RuntimeError(
-        f"step {step + 1}: a backward outside of window.backward has added to the gradients of the model, and its part "
-        f"is divided by no weight; {_ADD_LOSS}, or use torch.autograd.grad, which adds to no gradient"
+        f"step {step + 1}: a backward outside of window.backward has added to the gradients of the model, and its "
+        f"share is not divided by a weight; {_ADD_LOSS}, or use torch.autograd.grad, which adds to no gradient"
     )
 
 

@@ -351,13 +351,13 @@ def resolve_step_guard(
     elif accelerator.scaler is not None:
         because = "fp16's loss scale is decided on the host"
     elif not getattr(inner, "_step_supports_amp_scaling", False):
-        because = f"{type(inner).__name__} cannot be stopped on the device; fused AdamW can"
+        because = f"{type(inner).__name__} cannot skip a step on the device; fused AdamW can"
     elif device.type not in KERNEL_DEVICES or device.type != accelerator.device.type:  # an index may be left out
         because = f"the parameters are on {device}, the losses on {accelerator.device}"
     if because is not None:
-        reason = f"every step waits for the device, to know that it is finite: {because}"
+        reason = f"every step waits for the device, to check that it is finite: {because}"
         return StepGuard(None, accelerator.device, config), reason
-    return StepGuard(inner, device, config), "the device is waited for at log points and saves only"
+    return StepGuard(inner, device, config), "steps wait for the device at log points and saves only"
 
 
 def read_loss_scale(accelerator: Accelerator, model: nn.Module) -> dict[str, Any] | None:

@@ -186,7 +186,7 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     assert ("if the files are the same, the run began with another version" in str(refused.value)) == (data == "other")
     key = str(refused.value).rsplit("--allow ", 1)[1]
     allowed = start(accelerator, replace(changed, allow=(key,)), data)
-    assert "; changed as --allow says: " + named in allowed.decision
+    assert "; changed, as --allow permits: " + named in allowed.decision
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
 
 
@@ -269,7 +269,7 @@ def test_overwrite_deletes_nothing_that_no_run_has_written(
     (tmp_path / "report" / "thesis.md").write_text("mine")
     if run_json is not None:
         (tmp_path / "run.json").write_text(run_json)
-    with pytest.raises(UsageError, match=r"overwrite: true would delete report.* which is no run"):
+    with pytest.raises(UsageError, match=r"overwrite: true would delete report.* which is not a run"):
         start(accelerator, Config(str(tmp_path), overwrite=True))
     assert (tmp_path / "report" / "thesis.md").read_text() == "mine"
     (tmp_path / "report" / "thesis.md").unlink()
@@ -288,7 +288,7 @@ def test_weights_come_from_one_place(accelerator: Accelerator, tmp_path: Path) -
     commit.rewrite_manifest(source, {"experiment": began_at, "resolved": {"optimizer.decay_steps": 10}})
     config = WithWeights(str(tmp_path / "second"), resume=str(source), init_from="b")
     for allow in ((), ("init_from",)):
-        with pytest.raises(UsageError, match=r"init_from: b: the weights are those of resume: .*; leave init_from out"):
+        with pytest.raises(UsageError, match=r"init_from: b: the weights come from resume: .*; leave init_from out"):
             start(accelerator, replace(config, allow=allow))
     assert not list((tmp_path / "second" / "checkpoints").glob("checkpoint_*"))
     assert start(accelerator, replace(config, init_from="a", output_dir=str(tmp_path / "third"))).start_step == 3
@@ -307,7 +307,7 @@ def test_other_weights_for_a_run_with_a_checkpoint_are_refused(accelerator: Acce
     start(accelerator, replace(config, allow=("init_from",)))
     make(allowed.checkpoints, 3)
     for allow in ((), ("init_from",)):
-        with pytest.raises(UsageError, match=r"init_from: .*/b/.* already holds a run with checkpoints") as refused:
+        with pytest.raises(UsageError, match=r"init_from: .*/b/.* already contains a run with checkpoints") as refused:
             start(accelerator, replace(other, allow=allow))
         assert "--allow" not in str(refused.value)
         assert f"give --init_from {weights['a']}, as the run began" in str(refused.value)
@@ -568,7 +568,9 @@ def test_an_evaluation_of_initial_weights_is_asked_for_by_resume_never(
 ) -> None:
     """And not by a misspelt directory alone. The directory can then be trained in."""
     config = Config(str(tmp_path / "run"), resume="never")
-    with pytest.raises(UsageError, match=r"holds no run; .* or give --resume never as well, to evaluate the initial"):
+    with pytest.raises(
+        UsageError, match=r"contains no run; .* or give --resume never as well, to evaluate the initial"
+    ):
         open_run(replace(options_of(config), evaluate_only=True, resume="auto"), accelerator, "d" * 8)
     run = open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
     run.close()
@@ -584,7 +586,7 @@ def test_the_newest_checkpoint_of_the_run_may_be_named(accelerator: Accelerator,
     run = start(accelerator, config)
     older, newest = make(run.checkpoints, 3), make(run.checkpoints, 6)
     assert start(accelerator, replace(config, resume=str(newest))).start_step == 6
-    with pytest.raises(UsageError, match="already holds a run whose newest checkpoint is checkpoint_00000006"):
+    with pytest.raises(UsageError, match="already contains a run whose newest checkpoint is checkpoint_00000006"):
         start(accelerator, replace(config, resume=str(older)))
 
 
@@ -801,7 +803,7 @@ def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     locks.acquire(tmp_path).close()
-    assert "its file system has no locks" in caplog.text
+    assert "its file system does not support locks" in caplog.text
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(

@@ -264,12 +264,12 @@ def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest
     again = Toy(tmp_path / "run")
     run = replace(again.run, checkpoint=saved)
     restore.restore(run, again.accelerator, again.average.shards, again.average)
-    assert "it lacks optimizer state" not in caplog.text
+    assert "optimizer state is missing" not in caplog.text
     index = saved.json("optimizer/index.json")
     del index["state"]["exp_avg"]["0.bias"]
     atomic_files.write_json_in_place(saved.file("optimizer/index.json"), index)
     restore.restore(run, again.accelerator, again.average.shards, again.average)
-    assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
+    assert "optimizer state is missing (exp_avg of 0.bias) and starts afresh" in caplog.text
 
 
 @pytest.mark.parametrize("saved_at", [1, 3])

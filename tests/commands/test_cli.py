@@ -278,7 +278,7 @@ def test_doctor_tries_every_kernel_of_attention(capsys: pytest.CaptureFixture[st
     assert list(rows) == list(attention_table.NAMES)
     assert re.search(r" ms  error \d.+ forward, .+ backward", rows["sdpa_math"])
     if not torch.cuda.is_available():
-        assert "no: it needs a cuda device, this one is cpu" in rows["flash"]
+        assert "no: it needs a cuda device, and this one is cpu" in rows["flash"]
 
 
 def test_doctor_names_a_path_at_which_compilation_breaks(

@@ -126,7 +126,9 @@ def test_settings_for_devices_are_refused_before_a_process_starts(preset: str, m
         launch(request)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="num_processes: 4 processes on this machine need one device each, and 2 are"):
+    with pytest.raises(
+        UsageError, match="num_processes: 4 processes on this machine need one device each, but only 2 are"
+    ):
         launch(request)
 
 

@@ -189,7 +189,7 @@ def test_a_cache_that_another_user_made_is_refused_with_a_remedy() -> None:
         os.seteuid(65534)
     try:
         for use in uses:
-            with pytest.raises(UsageError, match=r"--data.cache_dir: .*Permission denied.*another user made"):
+            with pytest.raises(UsageError, match=r"--data.cache_dir: .*Permission denied.*another user created"):
                 use()
         # What only names files in the log says nothing then.
         warn_of_changes("--data.path", "x", cache, {"a.parquet": (1, 2)})

@@ -95,7 +95,7 @@ def test_the_sampler_is_the_same_on_any_layout_and_drops_nothing() -> None:
 
 
 def test_blocks_of_another_dataset_and_an_empty_window_are_refused() -> None:
-    with pytest.raises(ValueError, match="the blocks have 37 rows, the dataset has 38"):
+    with pytest.raises(ValueError, match="the blocks have 37 rows, but the dataset has 38"):
         StepSampler(38, 8, 3, blocks=BlockOrder(SIZES, 2))
     with pytest.raises(UsageError, match="window=0"):
         BlockOrder(SIZES, 0)

@@ -61,7 +61,9 @@ def test_a_revision_is_read_after_the_branch_has_moved_on(
     hub.repositories["datasets/me/rows"].tags["v1"] = first
     assert texts("me/rows") == ["one"]
     assert caplog.messages[0].startswith("--data.path me/rows: no such file or folder here, so the Hub is asked")
-    assert f"--data.path me/rows: its commit is read with --data.path me/rows@{first} by later runs too" in caplog.text
+    assert (
+        f"--data.path me/rows: to read the same commit in later runs, give --data.path me/rows@{first}" in caplog.text
+    )
     second = push("one", "two")
     assert texts("me/rows") == ["one", "two"]
     assert texts("me/rows@v1") == ["one"]
@@ -103,9 +105,9 @@ def test_without_the_hub_another_commit_than_the_asked_one_is_refused(
     offline(monkeypatch)
     assert texts(f"me/rows@{first}") == ["one"]
     other = "0" * 40
-    with pytest.raises(UsageError, match=rf"commit {other} is required, and without the Hub .* read last, {first}\."):
+    with pytest.raises(UsageError, match=rf"commit {other} is required, but without the Hub .* read last, {first}\."):
         texts(f"me/rows@{other}")
-    with pytest.raises(UsageError, match=r"its revision be a commit"):
+    with pytest.raises(UsageError, match=r"its revision must be a commit"):
         texts("me/rows@main")
 
 

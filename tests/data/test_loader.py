@@ -191,7 +191,7 @@ def test_a_dataset_may_collate_its_samples_in_training_and_evaluation():
 
 
 def test_another_dataset_than_the_sampler_was_made_for():
-    with pytest.raises(UsageError, match="for 39 samples, and the dataset has 40"):
+    with pytest.raises(UsageError, match="for 39 samples, but the dataset has 40"):
         iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)
 
 
@@ -207,7 +207,7 @@ class Stream(IterableDataset):
     [
         (DataLoader(list(range(8)), batch_size=1), "a DataLoader was given, .*pass the dataset itself"),
         (Stream(), "a Stream was given, .*read it into a list"),
-        (iter(range(8)), "a range_iterator was given, and a map-style dataset is required"),
+        (iter(range(8)), "a range_iterator was given, but a map-style dataset is required"),
     ],
 )
 def test_data_without_an_index_are_refused_in_training_and_evaluation(given, words):

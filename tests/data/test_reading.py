@@ -178,7 +178,7 @@ class SentAtOnce(Sent):
     ("kind", "begins"),
     [
         ("Sent", "collating of step 1, micro-batch 1 "),
-        ("SentAtOnce", r"worker 0 \(pid \d+\) has read a micro-batch and could not hand it over: RuntimeError: "),
+        ("SentAtOnce", r"worker 0 \(pid \d+\) has read a micro-batch but could not hand it over: RuntimeError: "),
     ],
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="a /dev/shm of its own needs root")

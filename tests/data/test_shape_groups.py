@@ -169,7 +169,7 @@ def test_a_resume_reads_the_same_steps() -> None:
 def test_the_log_tells_what_shapes_cost(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "accel_train.data.loader"):
         batches(1, 8, 0)
-    assert "4 shapes of samples: " in caplog.text
+    assert "4 sample shapes: " in caplog.text
     assert "micro-batches per step and process, 1 if all were of one shape" in caplog.text
 
 

@@ -206,7 +206,7 @@ def test_a_cut_file_and_a_text_with_the_name_of_a_table_are_named(tmp_path: Path
     for cut in (content[:-20], b"", b"hello"):
         (tmp_path / "a.parquet").write_bytes(cut)
         said = refusal(lambda: table_of(tmp_path / "a.parquet", tmp_path / "cache"))
-        assert re.search(r"a\.parquet cannot be read as parquet .*copy it again, or take it out", said)
+        assert re.search(r"a\.parquet cannot be read as parquet .*copy it again, or remove it", said)
     (tmp_path / "a.arrow").write_bytes(content)
     said = refusal(lambda: table_of(tmp_path / "a.arrow", tmp_path / "cache"))
     assert "a.arrow cannot be read as arrow" in said
@@ -231,7 +231,7 @@ def test_shards_without_rows_are_left_out_and_said(tmp_path: Path) -> None:
     assert re.search(r"without rows are left out: .*part-00\.parquet", table.index.notices[1])
     (tmp_path / "empty.jsonl").write_text("")
     said = refusal(lambda: table_of(tmp_path / "empty.jsonl", tmp_path / "cache"))
-    assert re.search(r"empty\.jsonl hold no rows\. At least 1", said)
+    assert re.search(r"empty\.jsonl contain no rows\. At least 1", said)
 
 
 @pytest.mark.fault("R8", injected="shards of mixed schemas", outcome="refused; column and file are named")
@@ -259,7 +259,7 @@ def test_what_is_no_shard_is_refused_before_anything_is_read(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe.parquet")
     assert re.search(r"pipe\.parquet is a named pipe", say(tmp_path / "pipe.parquet"))
     (tmp_path / "a.bin").write_text("")
-    assert re.search(r"a\.bin is no shard\. Files ending in \.parquet", say(tmp_path / "a.bin"))
+    assert re.search(r"a\.bin is not a shard\. Files ending in \.parquet", say(tmp_path / "a.bin"))
     as_jsonl(folder / "more.jsonl", ROWS[:3])
     assert re.search(r"several formats, 1 jsonl \(more\.jsonl\), 3 parquet \(part-0\.parquet\)", say(folder))
     os.link(folder / "part-0.parquet", folder / "part-0-again.parquet")
@@ -274,7 +274,7 @@ def test_a_shard_that_goes_or_changes_while_it_is_used_is_named(tmp_path: Path) 
     as_parquet(folder / "part-2.parquet", ROWS[:9])
     assert "part-2.parquet was written since this start listed it" in refusal(lambda: table.take("n", [200]))
     (folder / "part-2.parquet").unlink()
-    assert "part-2.parquet is gone since this start" in refusal(lambda: table.take("n", [200]))
+    assert "part-2.parquet has disappeared since this start" in refusal(lambda: table.take("n", [200]))
 
 
 def test_lines_that_hold_no_value_are_faults_by_row(tmp_path: Path) -> None:
@@ -289,10 +289,10 @@ def test_lines_that_hold_no_value_are_faults_by_row(tmp_path: Path) -> None:
     assert faults.pop(10).startswith("not JSON (")
     assert faults == {
         2: "",
-        3: "a JSON list, not an object; one object a line is required",
+        3: "a JSON list, not an object; one object per line is required",
         4: "no field 'text' among ['txt']",
-        5: "'text' is int, str is required as in the lines around it",
-        6: "'text' holds half of a surrogate pair, which is no character",
+        5: "'text' is int, but str is required, as in the lines around it",
+        6: "'text' contains half of a surrogate pair, which is not a character",
         7: "byte 11 of the line is not UTF-8 (iconv -t UTF-8 converts)",
     }
     assert table.place(1) == f"{tmp_path / 'a.jsonl'}:2"

@@ -135,7 +135,7 @@ def test_all_processes_take_one_kernel(
 def test_nothing_in_common_stops_every_process(choices: dict[str, list[tuple[str, str]]]) -> None:
     for name, reason in choices["nothing in common"]:
         assert not name
-        assert reason.startswith("attention auto: no kernel can run on every process, and one for all is required: ")
+        assert reason.startswith("attention auto: no kernel can run on every process, but all must use the same one: ")
         assert "sdpa_math on process 0 (" in reason
         assert "; sdpa, sdpa_flash on process 1 (" in reason
         assert "Install the same packages on all hosts" in reason

@@ -116,7 +116,10 @@ def test_nothing_is_compared_where_every_process_holds_its_own_shard(tmp_path: P
         Layout("fsdp2", 2), tmp_path / "asked", "--health.check_replicas_every", "5", "--max_steps", "2", recipe="mmdit"
     )
     assert asked.code == 0, asked.output[-4000:]
-    assert "health.check_replicas_every: 5: nothing to compare, no weight is on more than one process" in asked.output
+    assert (
+        "health.check_replicas_every: 5: nothing to compare, because no weight is on more than one process"
+        in asked.output
+    )
 
 
 @pytest.mark.parametrize(

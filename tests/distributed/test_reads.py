@@ -30,7 +30,7 @@ def test_a_step_that_neither_logs_nor_saves_waits_for_nothing(recipe: str, tmp_p
     done = fork(single, command(single, argv, tmp_path, WORKER), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout[-4000:]
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert "the device is waited for at log points and saves only" in log
+    assert "steps wait for the device at log points and saves only" in log
     found = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
     print({k: v for k, v in found.items() if v})
     assert set(found) == {"loader", *map(str, range(1, STEPS + 1))}

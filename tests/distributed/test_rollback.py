@@ -112,14 +112,14 @@ def test_the_samples_of_other_data_are_not_left_out(tmp_path: Path) -> None:
     assert isinstance(other, rollback.Rollback)
     assert other.samples == [3, 5]
     assert rollback.next_rollback([first], bad, 3, "first") == (
-        "going back would not help: no sample of this step is known that is not left out already"
+        "going back would not help: every known sample of this step is already left out"
     )
     rollback.record(tmp_path, [first])
     rollbacks = rollback.recorded(tmp_path)
     assert rollbacks == [first]
     (same,), (changed,) = (rollback.notices(tmp_path, rollbacks, data) for data in ("first", "other"))
     assert same.startswith("without the samples 3, 5 of step 5")
-    assert "refer to other data than these" in changed
+    assert "refer to different data" in changed
 
     saved = train_state_of(tmp_path, "first", History(1), rollbacks)
     assert saved["left_out"] == [3, 5]

@@ -205,7 +205,7 @@ def test_an_extra_file(trainers: Trainers, half: Path, whole: Path) -> None:
     run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
     assert f"resuming {half} at step 10" in run.output()
-    assert "holds files that its manifest does not list; they are not read: ['optimizer/notes.pt']" in run.output()
+    assert "contains files that its manifest does not list; they are not read: ['optimizer/notes.pt']" in run.output()
     same_run(half, whole)
 
 
@@ -364,7 +364,7 @@ def test_an_unfinished_save_of_another_host(trainers: Trainers, half: Path, whol
     foreign.mkdir()
     run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
-    assert f"1 unfinished save(s) of other hosts stay in {foreign.parent}" in run.output()
+    assert f"1 unfinished save(s) of other hosts remain in {foreign.parent}" in run.output()
     assert f"{foreign.name}; once these have ended, `accel-train checkpoints prune {half}`" in run.output()
     assert debris(half) == [foreign.name]
     same_run(half, whole)

@@ -420,7 +420,7 @@ def test_with_a_smaller_evaluation_the_run_goes_on(tmp_path: Path, with_four: Pa
     room = {"ROOM": "4", "ROOM_IN": "evaluation", "ROOM_RANK": str(int(rank)), "EVALUATE_EVERY": "4"}
     done = run(directory, launcher=several, **room)
     assert done.returncode == 1, done.stdout
-    assert "the evaluation after step 4 ran out of memory; let it take fewer samples at once" in done.stdout
+    assert "the evaluation after step 4 ran out of memory; have it take fewer samples at once" in done.stdout
     assert "starting again" not in done.stdout
     assert ended_in(directory) == {("evaluation", 4, int(rank))}
     assert not (directory / MICRO_BATCH_FILE).exists()

@@ -149,7 +149,7 @@ def test_file_size_limit_on_the_snapshot(trainers: Trainers, out: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))"
     run = trainers.run(out, *EVERY, patch=limit)
     assert run.wait() == [1]
-    assert "which the limit of file sizes (ulimit -f), 30000 bytes" in run.output()
+    assert "but the limit of file sizes (ulimit -f) is 30000 bytes" in run.output()
     assert checkpoints(out) == debris(out) == []
 
 
@@ -338,7 +338,7 @@ def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.Fi
     (out / "run.json").unlink()
     run.go()
     assert set(run.wait()) == {0}
-    assert "was deleted while the run went on; it is recreated" in run.output()
+    assert "was deleted during the run; it is recreated" in run.output()
     assert checkpoints(out) == [15, 20]
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
     again = trainers.run(out, *EVERY, ranks=ranks)

@@ -142,19 +142,21 @@ def test_a_token_that_is_missing_wrong_or_may_not_write_is_said(
     server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UsageError, match="needs a token and none was found; set HF_TOKEN"):
+    with pytest.raises(UsageError, match="needs a token, but none was found; set HF_TOKEN"):
         check_repository(CONFIG)
     monkeypatch.setenv("HF_TOKEN", "hf_expiredExpired")
-    with pytest.raises(UsageError, match=r"hub\.repo_id: org/model: the Hub refuses \(status 401") as refused:
+    with pytest.raises(
+        UsageError, match=r"hub\.repo_id: org/model: the Hub refuses the request \(status 401"
+    ) as refused:
         check_repository(CONFIG)
     assert "hf_expired" not in str(refused.value)
     monkeypatch.setenv("HF_TOKEN", READER)
-    with pytest.raises(UsageError, match=r"refuses \(status 403.*token that may create and write"):
+    with pytest.raises(UsageError, match=r"refuses the request \(status 403.*token that may create and write"):
         check_repository(CONFIG)
     monkeypatch.setenv("HF_TOKEN", WRITER)
     check_repository(CONFIG)
     monkeypatch.setenv("HF_TOKEN", READER)  # the repository is there and may be read, which is not enough
-    with pytest.raises(UsageError, match=r"refuses \(status 403"):
+    with pytest.raises(UsageError, match=r"refuses the request \(status 403"):
         check_repository(CONFIG)
 
 
@@ -682,7 +684,7 @@ def test_a_checkpoint_that_is_gone_or_damaged_has_failed(
     assert status.pushed == ("checkpoint_00000003",)
     assert (status.code, status.waiting, list(status.failed)) == (1, (), [damaged.path.name, gone.path.name])
     assert "7 bytes, the manifest says" in status.failed[damaged.path.name]
-    assert "checkpoint_00000002 is not there any more" in status.failed[gone.path.name]
+    assert "checkpoint_00000002 no longer exists" in status.failed[gone.path.name]
     assert "1 pushed, 0 waiting, 2 failed; hub status 1" in caplog.text
     assert json.loads((run / "run.json").read_text())["hub"]["failed"] == dict(status.failed)
     with pytest.raises(HubError, match=r"0 pushed, 2 not: .*7 bytes, the manifest says"):
@@ -932,7 +934,7 @@ def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: 
     outside["files"]["../../escaped"] = outside["files"]["config.json"]
     hostile = json.dumps(strict_json.sealed(outside)).encode()
     server.repositories[REPO].add("main", "hostile", "", files | {"manifest.json": hostile})
-    with pytest.raises(UsageError, match=r"\.\./\.\./escaped', which is no name of a file in a checkpoint"):
+    with pytest.raises(UsageError, match=r"\.\./\.\./escaped', which is not a valid file name in a checkpoint"):
         download("org/model", tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
 
@@ -1014,7 +1016,7 @@ def test_what_was_downloaded_is_used_without_a_network(
     monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "1e9")
     assert download_once("hub:org/model@step-00000001", tmp_path) == first
     assert download_once("org/model", tmp_path) == newest
-    assert "used as downloaded before, because the Hub is out of reach" in caplog.text
+    assert "the earlier download is used, because the Hub cannot be reached" in caplog.text
     with pytest.raises(HubError, match=r"hf download org/model --revision step-00000003 --local-dir FOLDER"):
         download_once("org/model@3", tmp_path)
     (newest / "model.safetensors").write_bytes(b"damaged")

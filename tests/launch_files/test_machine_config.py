@@ -366,7 +366,7 @@ def test_deepspeed_config_file(tmp_path: Path) -> None:
     assert machine.deepspeed.gradient_clipping == 0.5
     assert machine.deepspeed.config_values == values
     precise = write(tmp_path, "mixed_precision: bf16\n" + ZERO + f"  deepspeed_config_file: {file}\n")
-    with pytest.raises(UsageError, match="mixed_precision: bf16`: must be absent beside deepspeed_config_file"):
+    with pytest.raises(UsageError, match="mixed_precision: bf16`: must be absent when deepspeed_config_file is given"):
         read_machine_config(precise)
     for bad, message in [
         ({}, "zero_optimization` is missing"),

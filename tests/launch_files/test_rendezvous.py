@@ -62,7 +62,9 @@ def test_a_pod_that_has_no_name_yet_is_waited_for(
     check(tmp_path, "mmdit-0.mmdit")
     assert asked == ["mmdit-0.mmdit"] * 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("main_process_ip: mmdit-0.mmdit does not resolve yet (Name or service not known); it is")
+    assert line.startswith(
+        "main_process_ip: mmdit-0.mmdit does not resolve yet (Name or service not known); retrying for"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_a_second_machine_0_is_told_that_the_address_is_not_its_own(
     check_rendezvous(read_machine_config(file))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
-    assert all(line.startswith("machine_rank: 0, but main_process_ip 192.0.2.1 is no address of") for line in said)
+    assert all(line.startswith("machine_rank: 0, but main_process_ip 192.0.2.1 is not an address of") for line in said)
 
 
 @pytest.mark.parametrize(("own", "lines"), [("127.0.0.1", 0), ("192.0.2.1", 1)])
@@ -102,7 +104,7 @@ def test_without_ipv6_in_the_kernel_no_address_of_it_is_own(
     check_rendezvous(read_machine_config(file))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
-    assert all("main_process_ip node-0 is no address of this machine" in line for line in said)
+    assert all("main_process_ip node-0 is not an address of this machine" in line for line in said)
 
 
 def test_the_wait_for_a_name_ends(

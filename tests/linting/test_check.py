@@ -87,10 +87,22 @@ def test_what_a_start_refuses_by_its_options_is_refused_in_the_same_words(flags:
 @pytest.mark.parametrize(
     ("file", "flags", "says"),
     [
-        ("fsdp2", "--distributed.bucket_cap_mb 50", r"distributed\.bucket_cap_mb: 50: acts on DDP, and fsdp2 runs"),
-        ("zero2_offload", "--distributed.static_graph", r"distributed\.static_graph: True: acts on DDP, and zero runs"),
+        (
+            "fsdp2",
+            "--distributed.bucket_cap_mb 50",
+            r"distributed\.bucket_cap_mb: 50: applies to DDP only, and this run uses fsdp2",
+        ),
+        (
+            "zero2_offload",
+            "--distributed.static_graph",
+            r"distributed\.static_graph: True: applies to DDP only, and this run uses zero",
+        ),
         ("single_gpu", "--distributed.comm_hook powersgd", r"distributed\.comm_hook: powersgd: .*and single runs"),
-        ("ddp", "--distributed.fsdp2_prefetch 2", r"distributed\.fsdp2_prefetch: 2: acts on FSDP2, and ddp runs"),
+        (
+            "ddp",
+            "--distributed.fsdp2_prefetch 2",
+            r"distributed\.fsdp2_prefetch: 2: applies to FSDP2 only, and this run uses ddp",
+        ),
         ("ddp", "--distributed.static_graph --micro_batch_size 8", r"static_graph: true with 4 micro-batches"),
         ("cpu", "--distributed.comm_hook bf16", r"distributed\.comm_hook: bf16 needs NCCL"),
         (

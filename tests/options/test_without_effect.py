@@ -94,7 +94,12 @@ ROWS = [
     ),
     Row(mmdit, "--health.max_skipped 3", r"max_skipped: 3: .*stop, which skips no", "--health.non_finite skip"),
     Row(mmdit, "--health.max_rollbacks 1", r"max_rollbacks: 1: .*never goes", "--health.non_finite rollback"),
-    Row(mmdit, "--health.spike_window 50", r"spike_window: 50: .* nothing looks", "--health.spike_factor 10"),
+    Row(
+        mmdit,
+        "--health.spike_window 50",
+        r"spike_window: 50: .* switches spike detection off",
+        "--health.spike_factor 10",
+    ),
     Row(
         mmdit,
         "--schedule.kind cosine_restarts --schedule.cycles 1 --schedule.cycle_multiplier 2",
@@ -587,5 +592,5 @@ def test_no_change_of_shapes_is_proposed(recipe: ModuleType, preset: str, flags:
     name = flags.split()[-2].removeprefix("--")
     assert refused(flags).endswith(f"or go back to the saved values: the weights do not fit another {name}")
     # Nothing is said of what was allowed and has not changed.
-    assert refused("--seed 1 --allow model.width").endswith("take the change on purpose with --allow model.width seed")
-    assert refused("--seed 1").endswith("take the change on purpose with --allow seed")
+    assert refused("--seed 1 --allow model.width").endswith("accept the change with --allow model.width seed")
+    assert refused("--seed 1").endswith("accept the change with --allow seed")

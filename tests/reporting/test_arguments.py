@@ -82,7 +82,7 @@ def test_a_schedule_of_the_order_alone_is_refused_beside_that_of_the_options() -
 
 
 def test_another_length_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"order: it is for 39 samples, and the dataset has 40; pass the length"):
+    with pytest.raises(UsageError, match=r"order: it is for 39 samples, but the dataset has 40; pass the length"):
         check(opened(), StepSampler(39, 4, 0))
     with pytest.raises(UsageError, match=r"dataset_size: 30: .* has 40 samples.* dataset_size=len\(data\)"):
         check(opened(samples=30), StepSampler(40, 4, 0))

@@ -100,7 +100,7 @@ def test_more_processes_than_devices_are_refused_before_they_connect(monkeypatch
     for name, value in (names | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(machine, "connect", lambda *_, **__: pytest.fail("connected"))
-    message = "num_processes: 4 processes on this machine need one device each, and 2 are visible"
+    message = "num_processes: 4 processes on this machine need one device each, but only 2 are visible"
     with pytest.raises(UsageError, match=message):
         build(global_batch_size=16)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     output, _ = load(tmp_path, CXX=str(compiler)).communicate(timeout=PATIENCE_SECONDS)
     assert f"rehearsal: compiling deepspeed_shm_comm of DeepSpeed in {tmp_path}" in output
     assert "cannot be compiled or loaded: x.cpp:1:10: fatal error: omp.h: none here. " in output
-    remedy = "has a space, at which a compiler's command breaks" if " " in sys.prefix else "install what it misses"
+    remedy = "contains a space, which breaks a compiler's command" if " " in sys.prefix else "install what it misses"
     assert remedy in output
 
 

@@ -69,7 +69,8 @@ def test_options_reach_the_handler() -> None:
 def test_without_effect_is_refused_and_not_ignored(strategy: str, options: dict[str, Any]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(
-        UsageError, match=rf"distributed\.{name}: {value}: acts on DDP, and {strategy} runs.*leave it out"
+        UsageError,
+        match=rf"distributed\.{name}: {value}: applies to DDP only, and this run uses {strategy}.*leave it out",
     ):
         handlers(strategy, **options)
     assert handlers(strategy) == []
@@ -135,10 +136,10 @@ def test_torch_counts_reductions_and_the_option_says_so() -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero"])
 def test_gathering_ahead_is_of_fsdp2_alone(strategy: str) -> None:
-    with pytest.raises(UsageError, match=rf"fsdp2_prefetch: 2: acts on FSDP2, and {strategy} runs"):
+    with pytest.raises(UsageError, match=rf"fsdp2_prefetch: 2: applies to FSDP2 only, and this run uses {strategy}"):
         handlers(strategy, fsdp2_prefetch=2)
     assert handlers("fsdp2", fsdp2_prefetch=2) == []
-    with pytest.raises(UsageError, match=r"0 block\(s\) that are sharded by themselves, at least 2 are required"):
+    with pytest.raises(UsageError, match=r"0 block\(s\) that are sharded on their own, but at least 2 are required"):
         apply_fsdp2_prefetch(DistributedConfig(fsdp2_prefetch=1), torch.nn.Linear(2, 2))
 
 
@@ -230,7 +231,7 @@ def test_what_ddp_has_is_compared_with_what_was_asked() -> None:
         ("static_graph", handlers(static_graph=True)),
         ("comm_hook", handlers(comm_hook="powersgd")),
     ):
-        with pytest.raises(UsageError, match=rf"distributed\.{option}: .* was asked for, but DDP has"):
+        with pytest.raises(UsageError, match=rf"distributed\.{option}: .* was asked for, but DDP uses"):
             verify_ddp(model, other[0])
 
 

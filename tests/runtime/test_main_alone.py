@@ -153,7 +153,7 @@ def open_unseen(rank: int, directory: Path, accelerator: Accelerator) -> str:
     accelerator.wait_for_everyone()
     if rank == 1:
         opening._wait_until_visible = lambda _: False
-    with pytest.raises(UsageError, match="is not seen by 1 process"):
+    with pytest.raises(UsageError, match="is not visible to 1 process"):
         opening.open_run(RunOptions(str(directory), {"seed": 0}), accelerator, "data")
     refused.remove_new(directory, before, rank)
     accelerator.wait_for_everyone()
@@ -185,7 +185,7 @@ def test_one_directory_may_be_mounted_at_two_places_and_two_directories_are_refu
     first, second = outcomes(tmp_path, open_at_two_places)
     assert first == second
     assert first[0].startswith(
-        f"output_dir: {tmp_path}/own0 of the main process is not seen by 1 process(es) as {tmp_path}/own1 on "
+        f"output_dir: {tmp_path}/own0 of the main process is not visible to 1 process(es) as {tmp_path}/own1 on "
     )
 
 

@@ -83,7 +83,7 @@ def test_a_class_that_a_model_names_and_lacks_is_said_and_left_out() -> None:
         sharded_classes(machine(), model)
     (notice,) = name_wrapped_classes(accelerator, model)
     present = ["BasicTransformerBlock", "CrossAttnUpBlock2D", "ResnetBlock2D"]
-    assert notice.endswith(f"by {', '.join(present)}; it names UpBlock2D too, and has none of them")
+    assert notice.endswith(f"by {', '.join(present)}; it also names UpBlock2D, but has none of them")
     assert sharded_classes(accelerator, model) == set(present)
 
 
@@ -175,7 +175,7 @@ def test_a_class_around_an_embedding_is_left_out_and_said() -> None:
     # A launch file that names it is obeyed, and then refused.
     named = machine("Block", "Embeddings")
     assert name_wrapped_classes(named, model) == []
-    with pytest.raises(UsageError, match=r"head\.weight are one tensor, .* zero2_offload\.yaml take it as it is"):
+    with pytest.raises(UsageError, match=r"head\.weight are one tensor, .* zero2_offload\.yaml accept it as it is"):
         refuse_unshardable(named, model)
 
 
@@ -255,13 +255,13 @@ REFUSED = {
     "blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor, and blocks.0 and blocks.1 are sharded",
     "frozen blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor",
     "embedding and block": (
-        "embedding.weight and blocks.0.second.weight are one tensor, and what lies outside of the blocks and blocks.0"
+        "embedding.weight and blocks.0.second.weight are one tensor, and everything outside of the blocks and blocks.0"
     ),
     "block and head": "head.weight and blocks.1.second.weight are one tensor",
     "module of two blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor",
     "nested units": "blocks.1.inner.first.weight and blocks.1.own.weight are one tensor, and blocks.1.inner and",
-    "scalar": "extra has no dimension, at least one is required",
-    "strides": "head.weight of shape (4, 4) has the strides (1, 4), contiguous memory is required",
+    "scalar": "extra has no dimension, but at least one is required",
+    "strides": "head.weight of shape (4, 4) has the strides (1, 4), but contiguous memory is required",
 }
 TIED = ("blocks", "frozen blocks", "embedding and block", "block and head", "nested units")
 """Of these: torch looks for a weight of two units from 2.12 on, and trained with it before. We refuse it everywhere."""
@@ -313,10 +313,10 @@ def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_proc
 def test_classes_of_the_launch_file_are_named_where_they_part_a_tied_weight() -> None:
     model = variant("nested units")
     for names, remedy in {
-        (): "Let _no_split_modules name a class around both, give each its own",
+        (): "Let _no_split_modules name a class that contains both, give each its own",
         ("Block", "Outer"): "Delete fsdp_transformer_layer_cls_to_wrap: Block, Outer in the launch file",
     }.items():
-        with pytest.raises(UsageError, match=f"a tied weight has to lie in one unit. {remedy}"):
+        with pytest.raises(UsageError, match=f"a tied weight must be in a single unit. {remedy}"):
             refuse_unshardable(machine(*names), model)
 
 

@@ -99,7 +99,7 @@ def test_a_number_that_was_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch) 
         ({"threads": 2}, 2, None),
         ({"threads": 1}, 1, "1 torch thread(s) instead of 2, as the checkpoint was computed"),
         ({"threads": 4}, 4, "4 torch thread(s) instead of 2"),
-        ({"threads": 5}, 2, "2 torch thread(s): the checkpoint was computed with 5, for which cores are missing"),
+        ({"threads": 5}, 2, "2 torch thread(s): the checkpoint was computed with 5, for which there are too few cores"),
     ],
 )
 def test_a_resume_keeps_the_number_of_the_checkpoint(

@@ -377,7 +377,7 @@ def test_a_batch_larger_than_the_data_repeats_its_samples(sampler: partial[StepS
         draws = order.draws(step)
         assert len({draw.occurrence for draw in draws}) == 8
         assert max(draw.sample for draw in draws) < order.dataset_size
-    with pytest.raises(UsageError, match="has 3 samples, at least one global batch"):
+    with pytest.raises(UsageError, match="has 3 samples, but at least one global batch"):
         sampler(global_batch_size=8, seed=0)
 
 

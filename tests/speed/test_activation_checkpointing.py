@@ -356,7 +356,7 @@ def test_a_part_that_no_block_names_is_refused(mode: Any) -> None:
 
 def test_twice_and_after_compilation_are_refused() -> None:
     model = applied("full")
-    with pytest.raises(UsageError, match="checkpointed already"):
+    with pytest.raises(UsageError, match="already checkpointed"):
         apply_activation_checkpointing(model, ActivationCheckpointingConfig("selective"))
     model = build()
     blocks_of(model)[0].compile(backend="eager")

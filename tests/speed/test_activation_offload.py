@@ -588,7 +588,9 @@ def test_the_stream_of_the_memory_waits_whichever_is_the_current_one(monkeypatch
 
 
 def test_too_few_blocks_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"last 2 checkpointed blocks stay on the device, and there are 2; at least 3"):
+    with pytest.raises(
+        UsageError, match=r"last 2 checkpointed blocks stay on the device, but there are only 2; at least 3"
+    ):
         offloaded(chain(), blocks=2)
 
 

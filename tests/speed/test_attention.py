@@ -96,7 +96,7 @@ def test_a_named_kernel_that_cannot_run_is_refused_with_the_reason_and_what_can(
         resolve_attention(name, needs())
     words = str(caught.value)
     assert words.startswith(f"attention {name}: cannot be used: it ")
-    assert "no backward on cpu" in words if name == "flex" else "needs a cuda device, this one is cpu" in words
+    assert "no backward on cpu" in words if name == "flex" else "needs a cuda device, and this one is cpu" in words
     assert words.endswith("Use auto, or one that can: sdpa, sdpa_math, sdpa_flash.")
 
 
@@ -249,5 +249,5 @@ def test_a_model_with_attention_of_its_own_keeps_it_and_an_option_for_it_is_refu
     applied = apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions(), CPU, "fp32")
     assert applied.choices["attention"] == "attention: the model's own"
     assert applied.facts == {"attention": "own"}
-    with pytest.raises(UsageError, match="attention sdpa_math: Linear chooses its attention itself"):
+    with pytest.raises(UsageError, match="attention sdpa_math: Linear chooses its own attention"):
         apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions("sdpa_math"), CPU, "fp32")

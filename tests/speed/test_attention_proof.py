@@ -76,7 +76,7 @@ WRONG: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_kernel_is_refused_with_the_numbers(fault: str) -> None:
     assert prove_attention(own(right), NEEDS).backward_error < 1e-6
-    with pytest.raises(UsageError, match=r"attention mine: differs .* allowed is 1e-05") as caught:
+    with pytest.raises(UsageError, match=r"attention mine: differs .* more than the allowed 1e-05") as caught:
         prove_attention(own(WRONG[fault]), NEEDS)
     assert "(B, H, N, D) = (2, 2, 70, 16)" in str(caught.value)
 
@@ -156,7 +156,7 @@ def test_the_table_of_a_cpu() -> None:
         assert row.seconds > 0
         assert row.proof.backward_error < 1e-6
         assert " ms  error " in str(row)
-    assert str(rows["flash"]) == "flash           no: it needs a cuda device, this one is cpu"
+    assert str(rows["flash"]) == "flash           no: it needs a cuda device, and this one is cpu"
 
 
 @pytest.mark.gpu

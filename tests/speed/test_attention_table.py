@@ -64,10 +64,10 @@ def test_auto(machine: Machine, needs: AttentionNeeds, first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "needs", "machine", "words"),
     [
-        ("flash", BF16, CPU, "it needs a cuda device, this one is cpu"),
+        ("flash", BF16, CPU, "it needs a cuda device, and this one is cpu"),
         ("flash", BF16, T4, "compute capability 8.0 or higher, this device has 7.5"),
         ("flash", BF16, BARE, "flash_attn cannot be imported: install 'accel-train[flash]'"),
-        ("flash_hub", BF16, CPU, "it needs a cuda device, this one is cpu"),
+        ("flash_hub", BF16, CPU, "it needs a cuda device, and this one is cpu"),
         ("flash_hub", BF16, T4, "compute capability 8.0 or higher, this device has 7.5"),
         ("flash_hub", BF16, BARE, "kernels cannot be imported: install 'accel-train[kernels]'"),
         ("flash_hub", replace(BF16, compiled=True), H100, "it cannot be part of a compiled block"),

@@ -52,7 +52,7 @@ ROWS = [
     Row(
         "I36-device",
         "--attention sdpa_cudnn",
-        r"attention sdpa_cudnn: cannot be used: it needs a cuda device, this one is cpu\. Needed: cpu, float32, "
+        r"attention sdpa_cudnn: cannot be used: it needs a cuda device, and this one is cpu\. Needed: cpu, float32, "
         r".*Use auto, or one that can: sdpa, sdpa_math, sdpa_flash\.",
     ),
     Row("I36-own", "--attention nowhere:f", r"attention nowhere:f: cannot be .*cannot be imported.*module:function"),
@@ -96,7 +96,7 @@ ROWS = [
     Row(
         "I38-cuda-graphs",
         "--compile.mode auto --compile.optimize reduce-overhead",
-        r"compile\.optimize reduce-overhead: replays CUDA graphs and the device is cpu\. Set it to default",
+        r"compile\.optimize reduce-overhead: replays CUDA graphs, but the device is cpu\. Set it to default",
     ),
 ]
 

@@ -364,7 +364,7 @@ def test_auto_goes_on_uncompiled_says_so_once_and_records_it(failure: str, caplo
     assert torch.equal(*losses)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     (warning,) = caplog.records
-    assert "run uncompiled from here on" in warning.getMessage()
+    assert "run uncompiled from now on" in warning.getMessage()
     assert cause in warning.getMessage()
     assert cause in watch.fields()["compile_failure"]
 
@@ -381,7 +381,7 @@ def test_half_a_library_in_the_cache_is_named(left: bytes, tmp_path: Path) -> No
 
     model = Stack()
     compiled(model, ON, load)
-    with pytest.raises(UsageError, match=f"left half a library: delete {library} "):
+    with pytest.raises(UsageError, match=f"left an incomplete library: delete {library} "):
         model(torch.randn(4, 8))
 
 

@@ -42,8 +42,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             2.1,
             {},
-            r"take 16\.8 GiB \(weights 2\.1 GiB, EMA, gradient, state of adamw at 16 bytes for each trained "
-            r"parameter; in a save no gradient, and a snapshot of 16 bytes for each\), and this host with 1 ",
+            r"take 16\.8 GiB \(weights 2\.1 GiB, EMA, gradient, state of adamw at 16 bytes for each trained parameter; "
+            r"during a save without the gradient, but with a snapshot of 16 bytes for each\), but this host with 1 ",
         ),
         (13, {"trained": 0.03}, None),
         (14, {"trained": 0.03}, r"parameters, 112,742,891 of them trained, take 16\.9 GiB \(weights 14\.0 GiB, EMA"),
@@ -62,7 +62,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (1.3, {"processes": 2}, None),
         (1.4, {"processes": 2}, r"take 16\.8 GiB .*this host with 2 process\(es\) has 16\.0 GiB"),
         (1.9, {"processes": 2, "sharded": True}, None),
-        (2.1, {"processes": 2, "sharded": True}, r"16\.8 GiB .*; divided by 2 processes; in a save .*, and this host"),
+        (
+            2.1,
+            {"processes": 2, "sharded": True},
+            r"16\.8 GiB .*; divided by 2 processes; during a save .*, but this host",
+        ),
         (8.1, {"processes": 2, "sharded": True}, r"take 16\.2 GiB as weights, which each of 2 .* start fewer"),
         (0.7, {"device": GPU}, None),
         (0.9, {"device": GPU}, r"take 4\.5 GiB .*cuda:0 has 4\.0 GiB.*fsdp2\.yaml"),

@@ -174,7 +174,7 @@ def test_a_tensorwise_card_is_enough_for_tensorwise(gpu: pytest.MonkeyPatch) -> 
             "cpu",
             "bf16",
             "single",
-            r"tensorwise needs an NVIDIA GPU of compute capability 8\.9, the device is cpu; use --",
+            r"tensorwise needs an NVIDIA GPU of compute capability 8\.9, but the device is cpu; use --",
         ),
         ("mps", "bf16", "single", r"the device is mps"),
         ("cuda", "fp32", "single", r"tensorwise with precision fp32: .*use --precision bf16, or --float8 none"),
@@ -191,7 +191,7 @@ def test_what_cannot_be_obeyed_is_refused(device: str, precision: str, strategy:
 
 def test_an_amd_gpu_is_refused(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(UsageError, match="the device is an AMD GPU, on which it was never run"):
+    with pytest.raises(UsageError, match="the device is an AMD GPU, on which it has never been run"):
         refuse_float8("rowwise", CUDA, "bf16", "single")
 
 
@@ -228,7 +228,7 @@ def test_a_package_that_does_not_fit_this_torch_is_refused(monkeypatch: pytest.M
         (
             "rowwise",
             (1024, 4096),
-            r"more than 2048 outputs, more than 1024 inputs, and more than 4096 of the one or 2048",
+            r"more than 2048 outputs, more than 1024 inputs, and more than 4096 outputs or 2048 inputs",
         ),
     ],
 )

@@ -318,7 +318,7 @@ def test_a_block_whose_outputs_are_not_found_is_refused() -> None:
     model._no_split_modules = ["Block", "Odd"]
     model.blocks[2].__class__ = Odd
     offloaded(model)
-    with pytest.raises(UsageError, match="Odd returns a Answer, in which no tensor is found"):
+    with pytest.raises(UsageError, match="Odd returns a Answer, in which no tensor was found"):
         loss_of_chain(model, 0)
 
 

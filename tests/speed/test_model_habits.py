@@ -35,7 +35,7 @@ def test_dropout_is_said_once_with_the_number_of_modules(
     assert len(caplog.records) == bool(count)
     if count:
         assert "dropout of 2 modules (1 is the first" in caplog.text
-        assert "outside the promise that the trajectory does not depend on the machine" in caplog.text
+        assert "so the trajectory depends on the machine" in caplog.text
     assert model_habits.dropout_warning(model.eval()) is None
 
 
@@ -78,7 +78,7 @@ def test_recomputation_of_its_own_is_named_and_not_done_twice(kind: Any) -> None
         model.enable_gradient_checkpointing()
     name = type(model).__name__
     assert any(f"activation checkpointing: {name}'s own" in notice for notice in settled(model))
-    with pytest.raises(UsageError, match=rf"activation_checkpointing.mode full: {name} recomputes by itself already"):
+    with pytest.raises(UsageError, match=rf"activation_checkpointing.mode full: {name} already recomputes by itself"):
         settled(model, checkpointing="full")
 
 

@@ -94,8 +94,8 @@ FAULT = pytest.mark.fault(
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ('"step": 20', '"step": 0', "its step is 0, the directory's name says 20"),
-        ('"step": 20', '"step": 22', "its step is 22, the directory's name says 20"),
+        ('"step": 20', '"step": 0', "its step is 0, but the directory's name says 20"),
+        ('"step": 20', '"step": 22', "its step is 22, but the directory's name says 20"),
         ('"step": 20', '"step": -5', "step is -5; a whole number from 0"),
         ('"step": 20', '"step": 100000000000000000000', "a whole number from 0 to 1000000000000000"),
         ('"step": 20', f'"step": {"9" * 5000}', "Exceeds the limit"),
@@ -115,12 +115,12 @@ FAULT = pytest.mark.fault(
         ('"files": {', '"filez": {', "it has no 'files'"),
         ('"files": {', '"files": [], "more": {', "files is .*; an object is required"),
         ('"files": {', '"files": {}, "more": {', "it lists no files"),
-        ('"model.safetensors"', '"../model.safetensors"', "is no name of a file in a checkpoint"),
-        ('"model.safetensors"', '"./model.safetensors"', "is no name of a file in a checkpoint"),
-        ('"model.safetensors"', '"/etc/passwd"', "is no name of a file in a checkpoint"),
-        ('"model.safetensors"', '"a//b"', "is no name of a file in a checkpoint"),
-        ('"model.safetensors"', f'"{"a/" * 20}b"', "is no name of a file in a checkpoint"),
-        ('"model.safetensors"', '"manifest.json"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', '"../model.safetensors"', "is not a valid file name in a checkpoint"),
+        ('"model.safetensors"', '"./model.safetensors"', "is not a valid file name in a checkpoint"),
+        ('"model.safetensors"', '"/etc/passwd"', "is not a valid file name in a checkpoint"),
+        ('"model.safetensors"', '"a//b"', "is not a valid file name in a checkpoint"),
+        ('"model.safetensors"', f'"{"a/" * 20}b"', "is not a valid file name in a checkpoint"),
+        ('"model.safetensors"', '"manifest.json"', "is not a valid file name in a checkpoint"),
         ('"size": 7', '"size": -7', "model.safetensors has no size and sha256"),
         ('"sha256": "', '"sha256": "x', "model.safetensors has no size and sha256"),
     ],
@@ -241,7 +241,7 @@ def test_a_resume_needs_a_checkpoint_with_state(tmp_path: Path) -> None:
 
 
 def test_no_manifest_is_committed_that_would_not_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"it lists 'at 3\\u202fPM\.png', which is no name of a file"):
+    with pytest.raises(ValueError, match=r"it lists 'at 3\\u202fPM\.png', which is not a valid file name"):
         make(tmp_path, 7, more="at 3\u202fPM.png")
     assert not list(tmp_path.glob("checkpoint_*"))
 

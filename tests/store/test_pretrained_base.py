@@ -120,7 +120,7 @@ def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"two")
     with pytest.raises(UsageError, match=r"are those of org/base at revision v2, and .* has another model.safetensors"):
         refuse_other_base(recorded, base.reference(), tmp_path / "checkpoint")
-    with pytest.raises(UsageError, match=r"and this model was built without a base"):
+    with pytest.raises(UsageError, match=r"but this model was built without a base"):
         refuse_other_base(recorded, None, tmp_path / "checkpoint")
 
 
@@ -134,7 +134,7 @@ def test_a_path_without_a_folder_is_refused_as_one(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     source = source.format(absolute=tmp_path)
     assert looks_like_path(source)
-    with pytest.raises(UsageError, match=r"--model.source '.*': the base is a local folder, and /.*[xc] is not there"):
+    with pytest.raises(UsageError, match=r"--model.source '.*': the base is a local folder, but /.*[xc] is not there"):
         refuse_missing_folder("--model.source", source)
     expand_path(source).mkdir(parents=True)
     if source[0] in "~$":
@@ -147,7 +147,7 @@ def test_a_path_without_a_folder_is_refused_as_one(
 def test_a_single_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(
-        UsageError, match=r"--base.source '.*model.safetensors': is a file, and a folder .*from_single_file"
+        UsageError, match=r"--base.source '.*model.safetensors': is a file, but a folder .*from_single_file"
     ):
         refuse_missing_folder("--base.source", str(tmp_path / "model.safetensors"))
 
@@ -207,7 +207,7 @@ def test_what_defines_a_base_is_compared_by_its_meaning(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             refuse_other_base(recorded, reference(*names), tmp_path)
     config.write_text('{"a": 1, "inner": {"b": [3]}}')
-    with pytest.raises(UsageError, match=r"org/base has another config\.json \(sha256 .*, with the file as it was"):
+    with pytest.raises(UsageError, match=r"org/base has another config\.json \(sha256 .*, with the same file"):
         refuse_other_base(recorded, reference("config.json", "words.txt"), tmp_path)
     config.unlink()
     with pytest.raises(UsageError, match=r"holds no config\.json; download it again"):

@@ -296,7 +296,7 @@ def test_a_copy_under_the_name_of_another_step_stays(tmp_path: Path) -> None:
         make(tmp_path, step)
     plan = prune(tmp_path, Options(keep_last=1), 300)
     assert steps_in(tmp_path) == [7, 300, 20260801]
-    assert "its step is 100, the directory's name says 20260801" in plan.reasons[name(20260801)]
+    assert "its step is 100, but the directory's name says 20260801" in plan.reasons[name(20260801)]
 
 
 def test_weights_alone_of_a_later_step_stay(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_nothing_goes_while_the_newest_does_not_verify(tmp_path: Path) -> None:
     damage(tmp_path / name(3))
     plan = prune(tmp_path, Options(keep_last=1, keep_state_last=1), 3)
     assert (steps_in(tmp_path), plan.remove, plan.strip) == ([1, 2, 3], (), ())
-    assert plan.reasons[name(1)] == "step 3 does not verify, so nothing goes"
+    assert plan.reasons[name(1)] == "step 3 does not verify, so nothing is deleted"
 
 
 def test_times_of_files_and_of_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,7 @@ def test_a_group_of_options_is_answered_with_the_dotted_names(tmp_path: Path) ->
     (tmp_path / "experiment.json").write_text(json.dumps({"options": values}))
     options = experiment_options(tmp_path)
     assert options["model.width"] == 8
-    dotted = (
-        r"'model' is a group of options, and the names are dotted: model\.width, model\.depth; .*\['model\.width'\]"
-    )
+    dotted = r"'model' is a group of options, whose names are dotted: model\.width, model\.depth; .*\['model\.width'\]"
     with pytest.raises(UsageError, match=rf"experiment\.json: {dotted}$"):
         options["model"]["width"]
     with pytest.raises(UsageError, match=r"its run had no option 'mod'"):

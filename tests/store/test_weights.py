@@ -168,7 +168,7 @@ HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "no UTF-8": (b"\xff\xfe\xfd", b"\0" * 8, None, "sound"),
     "a list": ([FLOAT], b"\0" * 8, None, "sequence"),
     "JSON nested without end": (b"[" * 200_000, b"", None, "recursion|nested"),
-    "no tensors": ({"__metadata__": {"format": "pt"}}, b"", None, "holds no tensors"),
+    "no tensors": ({"__metadata__": {"format": "pt"}}, b"", None, "contains no tensors"),
 }
 
 
@@ -185,7 +185,7 @@ CONTENTS = {"none": b"", "one": b"\0", "zip": b"PK\3\4" + b"\0" * 60, "pickle": 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_other_contents_under_the_name_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert "model.safetensors: not a sound safetensors file" in refused(tmp_path)
+    assert "model.safetensors: not a valid safetensors file" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 40, 100])
@@ -193,7 +193,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:-cut])
-    refused(tmp_path, "not a sound safetensors file")
+    refused(tmp_path, "not a valid safetensors file")
 
 
 numbers = st.one_of(st.integers(-9, 40), st.sampled_from([2**31, 2**63, 2**64, -(2**63), 1.5, None, "8"]))
@@ -273,7 +273,7 @@ def test_an_index_may_not_lead_elsewhere(tmp_path: Path, file: str) -> None:
         (tmp_path / outside).parent.mkdir(exist_ok=True)
         save_file({"layers.0.weight": torch.zeros(3, 5)}, tmp_path / outside)
     edit_index(tmp_path / "weights", lambda weight_map: weight_map.update({"layers.0.weight": file}))
-    text = refused(tmp_path / "weights", "not a file beside it")
+    text = refused(tmp_path / "weights", "not a file next to it")
     assert repr(file) in text
 
 
@@ -288,7 +288,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
     case("invented", lambda m: m.update(x=first), "x is in the index, not in the file")
     case("swapped", lambda m: m.update({"layers.0.weight": second}), "disagrees with")
     case("missing", lambda m: m.update(x="model-00003-of-00002.safetensors"), "which is not there")
-    case("empty", lambda m: m.clear(), "holds no tensors")
+    case("empty", lambda m: m.clear(), "contains no tensors")
     case("pickle", lambda m: m.update(dict.fromkeys(m, "pytorch_model.bin")), "are a pickle")
 
 
@@ -351,7 +351,7 @@ def test_a_wrong_place_is_named_with_what_is_there(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(tmp_path / "file")
-    assert "it holds file" in refused(tmp_path)
+    assert "it contains file" in refused(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "it holds nothing" in refused(tmp_path / "empty")
 
@@ -451,7 +451,7 @@ def test_a_buffer_may_hold_infinity_and_nan_in_one_is_named(tmp_path: Path, capl
     load_weights(save(tmp_path, **values | {"running_var": torch.tensor([1.0, float("nan")])}), "model", model)
     assert model.running_var is not None
     assert model.running_var.isnan().any()
-    assert "the buffer running_var holds NaN: a batch norm keeps it" in caplog.text
+    assert "the buffer running_var contains NaN: a batch norm keeps it" in caplog.text
     assert "diverged" not in caplog.text
 
 

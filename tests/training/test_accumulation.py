@@ -242,7 +242,7 @@ def test_the_policy_says_why(accelerator: Accelerator) -> None:
     assert resolve_sync("auto", accelerator)[0] == "last"
     assert resolve_sync("every", accelerator) == (
         "every",
-        "asked for: gradients are reduced on every micro-batch",
+        "as requested: gradients are reduced on every micro-batch",
     )
 
 
@@ -280,8 +280,8 @@ def test_sums_and_weights_of_many_micro_batches_lose_nothing_to_rounding(acceler
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        ("break", r"step 8: window\.backward was called 1 times for 4 micro-batches, and the loop .* left before its"),
-        ("break at the last", r"4 times for 4 micro-batches, and the loop over the window was left before its end"),
+        ("break", r"step 8: window\.backward was called 1 times for 4 micro-batches, and the loop .* left early"),
+        ("break at the last", r"4 times for 4 micro-batches, and the loop over the window was left early"),
         ("continue", r"called 3 times for 4 micro-batches, so the gradient is not that of the global batch"),
         ("twice", r"called 5 times for 4 micro-batches, so .* call window\.backward once for each"),
     ],
@@ -341,7 +341,9 @@ def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accel
 
     train()
     if zeroed == "never":
-        with pytest.raises(RuntimeError, match=r"step 8: the gradient of the step before .* call optimizer\.zero_grad"):
+        with pytest.raises(
+            RuntimeError, match=r"step 8: the gradient of the previous step.* call optimizer\.zero_grad"
+        ):
             train()
     else:
         train()
@@ -375,7 +377,9 @@ def test_a_backward_beside_the_window_is_refused_in_the_first_step(accelerator: 
         # No later step pays for the hooks.
         assert not model.bias._post_accumulate_grad_hooks
         place = "before the window"
-        with pytest.raises(RuntimeError, match=r"step before is still there, or of a backward of your own before"):
+        with pytest.raises(
+            RuntimeError, match=r"the previous step, or of a backward of your own before the window, is still there"
+        ):
             train()
     else:
         with pytest.raises(RuntimeError, match=r"step 8: a backward outside of window\.backward .* a further term"):
@@ -468,7 +472,7 @@ dist.destroy_process_group()
 def test_sharded_gradients_may_be_set_to_zero() -> None:
     done = zygote.run([sys.executable, "-c", SHARDED])
     assert done.returncode == 0, done.stdout
-    assert "step 1: the gradient of the step before is still there" in done.stdout
+    assert "step 1: the gradient of the previous step, or of a backward" in done.stdout
 
 
 class TwoNetworks(nn.Module):

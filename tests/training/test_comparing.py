@@ -84,7 +84,7 @@ def test_the_processes_unlike_the_majority() -> None:
     # Two groups of two: shards 0 and 1 of two replicas.
     found = compare(names, [7, 9, 7, 9], [[1, 2], [3, 4], [1, 2], [5, 4]], hosts)
     assert (found.parameters, found.processes, found.has_majority) == (["a"], [1, 3], False)
-    assert "processes 1 (x), 3 (y) differ, and no majority tells" in found.explanation
+    assert "processes 1 (x), 3 (y) differ, and no majority shows" in found.explanation
     mixed = compare(names, [0, 0, 0], [[1, 2], [1, 2], [1, 3]], [("x", "A100"), ("x", "A100"), ("y", "H100")])
     assert "The processes compute on different devices (A100, H100)" in mixed.explanation
 

@@ -67,7 +67,7 @@ def test_an_error_waits_for_nobody(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="alone"):
         fails()
     assert not all(torch.equal(view.master(n), t) for n, t in trained.items())
-    with pytest.raises(RuntimeError, match="step 2 would train from the EMA"):
+    with pytest.raises(RuntimeError, match="step 2 would train the EMA weights"):
         toy.average.announce(1)
 
 

@@ -457,8 +457,8 @@ def test_where_a_step_cannot_be_left_out_exactly(
     ("make", "because"),
     [
         (lambda: HealthConfig(spike_factor=0.5), r"health\.spike_factor: 0\.5: more than 1"),
-        (lambda: HealthConfig(spike="skip"), r"health\.spike: skip: .* nothing looks for spikes"),
-        (lambda: HealthConfig(spike="clip"), r"health\.spike: clip: .* nothing looks for spikes"),
+        (lambda: HealthConfig(spike="skip"), r"health\.spike: skip: .* switches spike detection off"),
+        (lambda: HealthConfig(spike="clip"), r"health\.spike: clip: .* switches spike detection off"),
     ],
 )
 def test_options_without_sense_are_refused(make: Callable[[], HealthConfig], because: str) -> None:

@@ -138,12 +138,15 @@ def test_the_messages_say_what_to_multiply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "found"), [(4, "they are of the type int"), ({"main": 1}, "that of 'main' is of the type int")]
+    ("weight", "found"), [(4, "they are of type int"), ({"main": 1}, "that of 'main' is of type int")]
 )
 def test_a_number_in_place_of_a_tensor_is_refused(accelerator: Accelerator, weight: Any, found: str) -> None:
     model = accelerator.prepare(nn.Linear(1, 1))
     micro_batches: list[Any] = [({}, weight)]
-    with pytest.raises(UsageError, match=rf"given to prepared\.window \(step 1\): {found}, and a tensor is required"):
+    with pytest.raises(
+        UsageError,
+        match=rf"given to prepared\.window \(step 1\): {found}, but a tensor, or a dict",
+    ):
         GradientWindow(accelerator, model, micro_batches, {"main": 1.0}, 0)
     window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, 0)
     with pytest.raises(UsageError, match=rf"given to window\.backward \(step 1\): {found}"):

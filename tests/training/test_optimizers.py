@@ -271,8 +271,8 @@ def test_muon_updates_a_matrix_without_decay_too(model):
 @pytest.mark.parametrize(
     ("module", "decay", "message"),
     [
-        ("text.norm", 0.1, "text.norm takes weight decay from no parameter: .* Parameters with decay: .*text"),
-        ("tex", 0.1, "tex takes weight decay from no parameter"),
+        ("text.norm", 0.1, "text.norm removes weight decay from no parameter: .* Parameters with decay: .*text"),
+        ("tex", 0.1, "tex removes weight decay from no parameter"),
         ("text", 0.0, ".* Parameters with decay: nothing"),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_frozen_part_gets_zeros_within_the_backward_where_the_engine_clips_the
 
 def test_unknown_and_overlapping_parts(model):
     optimizer, _ = build_optimizer(model, OptimizerConfig(), CPU, {"text": ["text"]})
-    with pytest.raises(UsageError, match=r"\['image'\] is no freezable part.*\['text'\]"):
+    with pytest.raises(UsageError, match=r"\['image'\] is not a freezable part.*\['text'\]"):
         set_frozen(optimizer, ["image"])
     with pytest.raises(ValueError, match="no trainable parameter is under 'tex'"):
         build_optimizer(model, OptimizerConfig(), CPU, {"text": ["tex"]})
@@ -479,9 +479,9 @@ def test_a_missing_package_is_named(installed, said, monkeypatch):
 
 def test_devices_that_have_no_such_optimizer(model, monkeypatch):
     monkeypatch.setattr(optimizer_choice, "version", lambda _: "0.50.2")
-    with pytest.raises(UsageError, match="adamw8bit runs on cuda, xpu and cpu, this is mps"):
+    with pytest.raises(UsageError, match="adamw8bit runs on cuda, xpu and cpu, and this is mps"):
         build_optimizer(model, OptimizerConfig(name="adamw8bit"), torch.device("mps"))
-    with pytest.raises(UsageError, match="adamw_offload needs a CUDA device, this is cpu"):
+    with pytest.raises(UsageError, match="adamw_offload needs a CUDA device, and this is cpu"):
         build_optimizer(model, OptimizerConfig(name="adamw_offload"), CPU)
     for name in ("adamw8bit", "adamw_offload"):
         with pytest.raises(UsageError, match=rf"optimizer\.fused: false: has no effect with optimizer\.name: {name}"):

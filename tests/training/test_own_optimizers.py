@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": ".optim:Nope"}, ["optimizer.name: .optim:Nope", "cannot be imported"]),
     ({"name": "torch.optim:Nope"}, ["optimizer.name: torch.optim:Nope", "cannot be imported", "PYTHONPATH"]),
     ({"name": "no_such_package:Nope"}, ["optimizer.name: no_such_package:Nope", "No module named"]),
-    ({"name": "torch.nn:Linear"}, ["is no torch.optim.Optimizer"]),
+    ({"name": "torch.nn:Linear"}, ["is not a torch.optim.Optimizer"]),
     (
         {"arguments": ("momentum=0.9",)},
         ["optimizer.arguments: momentum=0.9: has no effect with optimizer.name: adamw"],
@@ -297,7 +297,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"name": "torch.optim:Adafactor"},  # whose eps is a pair
         ["Adafactor keeps row_var of matrix as a tensor (4, 1) of float32"],
     ),
-    ({"name": f"{HERE}:Hidden"}, ["went on with other bits", "no checkpoint finds it"]),
+    ({"name": f"{HERE}:Hidden"}, ["did not continue bit for bit", "no checkpoint can find it"]),
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
     ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
@@ -405,7 +405,7 @@ def test_numbers_of_another_class_are_refused() -> None:
     for name in ("torch.optim:RAdam", "adamw"):
         other = Shards(*ours(OptimizerConfig(name=name)))
         other.create_state()
-        with pytest.raises(UsageError, match=r"another class wrote it\. Go back to that one"):
+        with pytest.raises(UsageError, match=r"another class wrote it\. Go back to that class"):
             other.set_numbers(numbers)
 
 

@@ -134,8 +134,8 @@ def test_a_check_that_has_passed_lets_go_of_its_steps() -> None:
     [
         (lambda p: torch.optim.AdamW(p, fused=True), False, None),
         (lambda p: torch.optim.Adam(p, fused=True), False, None),
-        (lambda p: torch.optim.AdamW(p, fused=False), False, "AdamW cannot be stopped on the device"),
-        (lambda p: torch.optim.SGD(p, lr=1.0), False, "SGD cannot be stopped on the device"),
+        (lambda p: torch.optim.AdamW(p, fused=False), False, "AdamW cannot skip a step on the device"),
+        (lambda p: torch.optim.SGD(p, lr=1.0), False, "SGD cannot skip a step on the device"),
         (lambda p: torch.optim.AdamW(p, fused=True), True, "loss scale is decided on the host"),
     ],
 )
@@ -148,7 +148,7 @@ def test_what_can_be_guarded_and_why_not(build: Any, scaler: bool, because: str 
     guard, reason = resolve_step_guard(accelerator, optimizer, on_cpu=True)
     if because is None:
         assert guard.on_device
-        assert reason == "the device is waited for at log points and saves only"
+        assert reason == "steps wait for the device at log points and saves only"
     else:
         assert not guard.on_device
         assert because in reason

@@ -119,8 +119,8 @@ def describe(groups: ShapeGroups, sampler: Sampler, shard: BatchShard) -> str:
     samples_per_process = math.ceil(sampler.global_batch_size / shard.world_size)
     full = math.ceil(samples_per_process / shard.micro_batch_size)
     return (
-        f"{shapes} shapes of samples: {forwards:.1f} micro-batches per step and process, {full} if all were of one "
-        f"shape; a shape with fewer samples than micro_batch_size {shard.micro_batch_size} gives smaller ones"
+        f"{shapes} sample shapes: {forwards:.1f} micro-batches per step and process, {full} if all were of one shape; "
+        f"a shape with fewer samples than micro_batch_size {shard.micro_batch_size} gives smaller ones"
     )
 
 
@@ -143,7 +143,7 @@ class GroupOrder:
 
     def __post_init__(self) -> None:
         if self.group < 1:
-            raise UsageError(f"group={self.group}: a group has at least 1 sample. Raise it.")
+            raise UsageError(f"group={self.group}: a group must have at least 1 sample. Raise it.")
         different = dict.fromkeys(self.shapes)
         number_of = {shape: number for number, shape in enumerate(different)}
         numbers = [number_of[shape] for shape in self.shapes]

@@ -46,8 +46,8 @@ class TaskSampler:
             if size < self.global_batch_size:
                 raise UsageError(
                     f"global_batch_size: {self.global_batch_size}: task {task + 1} of {len(self.sizes)} has {size} "
-                    "samples, at least one global batch of each task is required; lower it to "
-                    f"{min(self.sizes)} or less, or use more data"
+                    f"samples, but at least one global batch of each task is required; lower it to {min(self.sizes)} "
+                    "or less, or use more data"
                 )
 
     @property

@@ -44,7 +44,7 @@ class BlockOrder:
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise UsageError(f"window={self.window}: rows of at least 1 block are mixed. Raise it.")
+            raise UsageError(f"window={self.window}: at least 1 block is required, whose rows are mixed. Raise it.")
         ends = np.cumsum(self.sizes, dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), ends])
         object.__setattr__(self, "starts", starts)  # the dataclass is frozen

@@ -57,7 +57,7 @@ def index_file(option: str, file: Path, kind: str) -> tuple[dict[str, str], list
     except Exception as error:  # damaged files raise half a dozen types
         raise UsageError(
             f"{option}: {file} cannot be read as {kind} ({' '.join(str(error).split())[:200]}). A complete file is "
-            "required: copy it again, or take it out."
+            "required: copy it again, or remove it."
         ) from None
 
 
@@ -120,7 +120,7 @@ def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
     with file.open("rb") as content:
         while piece := content.read(PIECE_BYTES):
             if position == 0 and piece[:2] in ENCODED:
-                raise ValueError(f"it is {ENCODED[piece[:2]]}, UTF-8 is required")
+                raise ValueError(f"it is {ENCODED[piece[:2]]}, but UTF-8 is required")
             values = np.frombuffer(piece, np.uint8)
             ends = position + 1 + np.flatnonzero(values == ord("\n"))
             while len(ends):
@@ -218,7 +218,7 @@ def refuse_changed(option: str, file: Path, identity: tuple[int, int]) -> None:
         changed = identity_of(file) != identity
     except FileNotFoundError:
         raise UsageError(
-            f"{option}: {file} is gone since this start listed it. Bring it back and start again."
+            f"{option}: {file} has disappeared since this start listed it. Restore it and start again."
         ) from None
     if changed:
         raise UsageError(f"{option}: {file} was written since this start listed it. Start again when it is complete.")

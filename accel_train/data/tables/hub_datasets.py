@@ -70,20 +70,20 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
         # Name, network, permission, split or script: the user can fix all of them.
         raise UsageError(
             f"{option} {path!r}, split {split!r}: no such file or folder, and the hub answered "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give {wanted}, or a hub id "
-            "(owner/name, owner/name:configuration or owner/name@revision) whose data are plain files (datasets that "
-            "need a script are refused); without a network, the dataset must be in the cache of `datasets`, and its "
-            "revision be a commit."
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give {wanted}, or a hub id (owner/name, "
+            "owner/name:configuration or owner/name@revision) whose data are plain files (datasets that need a script "
+            "are refused); without a network, the dataset must be in the cache of `datasets`, and its revision must "
+            "be a commit."
         ) from None
     if loaded is None:
         raise UsageError(
-            f"{option} {path!r}: commit {commit} is required, and without the Hub `datasets` gives what its cache has "
+            f"{option} {path!r}: commit {commit} is required, but without the Hub `datasets` returns what its cache "
             f"read last, {last}. Start once where the Hub can be reached, and the cache will have it."
         )
     found = commit_of(loaded)
     if found is not None and revision != found:
         pinned = f"{path.partition('@')[0]}@{found}"
-        logger.info("%s %s: its commit is read with %s %s by later runs too", option, path, option, pinned)
+        logger.info("%s %s: to read the same commit in later runs, give %s %s", option, path, option, pinned)
     return loaded
 
 

@@ -11,12 +11,12 @@ def parse_row(line: str) -> dict[str, Any] | str:
     try:
         row = parse_json(line)
     except RepeatedKeyError as error:
-        return f"{error}, so which value is meant is unknown; each key once is required"
+        return f"{error}, so it is unclear which value is meant; each key may appear only once"
     # The parser recurses, so a long line of brackets exhausts the stack.
     except (ValueError, RecursionError) as error:
-        return f"not JSON ({error}); one object a line is required"
+        return f"not JSON ({error}); one object per line is required"
     if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object; one object a line is required"
+        return f"a JSON {type(row).__name__}, not an object; one object per line is required"
     return row
 
 

@@ -57,7 +57,7 @@ class DataHistory:
         if not self.has_changed:
             return []
         before = self.ledger[-1].samples
-        return [f"--data.changed allow: {self.samples:,} samples, other data than the {before:,} of the checkpoint"]
+        return [f"--data.changed allow: {self.samples:,} samples, different data from the {before:,} of the checkpoint"]
 
     def save(self, folder: Path, start_step: int) -> None:
         """Write the ledger of a run that was started or resumed at ``start_step`` into a folder of a checkpoint."""
@@ -88,9 +88,9 @@ def unchanged_ledger(contents: str, earlier: Path) -> Ledger:
     last = ledger[-1]
     if last.fingerprint != contents:
         raise UsageError(
-            f"--data.changed refuse: the data are those that the run began with, and from step {last.from_step} on it "
-            f"was trained on others, of {last.samples:,} samples. The last ones are required: bring them back, or give "
-            "--data.changed allow to go on with these."
+            f"--data.changed refuse: these are the data that the run began with, but from step {last.from_step} on it "
+            f"was trained on other data, of {last.samples:,} samples. The latter are required: restore them, or give "
+            "--data.changed allow to continue with these."
         )
     return ledger
 
@@ -120,7 +120,7 @@ def read_ledger(folder: Path) -> list[Span]:
             raise ValueError("it is empty")
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"--data.changed allow: {folder / LEDGER} cannot be read ({error}). A checkpoint that tells what was seen "
-            "is required: leave data.changed at refuse, and use --allow data_fingerprint if the data did change."
+            f"--data.changed allow: {folder / LEDGER} cannot be read ({error}). A checkpoint that records what was "
+            "seen is required: leave data.changed at refuse, and use --allow data_fingerprint if the data did change."
         ) from None
     return spans

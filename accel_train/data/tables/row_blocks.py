@@ -173,8 +173,8 @@ class FileRows:
                     count += 1
         except Exception as error:  # damaged files raise half a dozen types
             raise UsageError(
-                f"{self.option}: {place} cannot be read ({' '.join(str(error).split())[:200]}). Its bytes are damaged: "
-                "copy the file again, or take it out."
+                f"{self.option}: {place} cannot be read ({' '.join(str(error).split())[:200]}). Its bytes are "
+                "damaged: copy the file again, or remove it."
             ) from None
 
     def _text_rows(self, file: Path, block: Block) -> Iterator[PlacedRow]:
@@ -238,8 +238,8 @@ def _json_list(option: str, file: Path) -> Iterator[PlacedRow]:
         raise UsageError(f"{option}: {file} cannot be read as JSON ({error}). Write it again as JSONL.") from None
     if not isinstance(rows, list):
         raise UsageError(
-            f"{option}: {file} holds a JSON {type(rows).__name__}; a list of objects is required, or JSONL (.jsonl) "
-            "with an object a line."
+            f"{option}: {file} contains a JSON {type(rows).__name__}; a list of objects is required, or JSONL "
+            "(.jsonl) with one object per line."
         )
     found: list[Any] = rows
     for index, row in enumerate(found):

@@ -121,13 +121,13 @@ class ShardedTable:
         except Exception as error:  # damaged files raise half a dozen types
             raise UsageError(
                 f"{self.index.option}: {file}, {UNITS[self.index.format]} {block.number} cannot be read "
-                f"({' '.join(str(error).split())[:200]}). Its bytes are damaged: copy the file again, or take it out."
+                f"({' '.join(str(error).split())[:200]}). Its bytes are damaged: copy the file again, or remove it."
             ) from None
         rows = {len(column) for column in decoded.columns.values()}
         if rows != {block.rows}:
             raise UsageError(
-                f"{self.index.option}: {file}, {UNITS[self.index.format]} {block.number} has {max(rows)} rows, "
-                f"{block.rows} are required by its index. Copy the file again, or take it out."
+                f"{self.index.option}: {file}, {UNITS[self.index.format]} {block.number} has {max(rows)} rows, but "
+                f"its index requires {block.rows}. Copy the file again, or remove it."
             )
         return decoded
 
@@ -205,10 +205,10 @@ def _value_fault(column: str, value: Any, common: type) -> str | None:
     if value is None:
         return None
     if type(value) is not common:
-        return f"{column!r} is {type(value).__name__}, {common.__name__} is required as in the lines around it"
+        return f"{column!r} is {type(value).__name__}, but {common.__name__} is required, as in the lines around it"
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"{column!r} holds half of a surrogate pair, which is no character"
+            return f"{column!r} contains half of a surrogate pair, which is not a character"
     return None

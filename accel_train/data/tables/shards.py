@@ -90,7 +90,7 @@ def index_shards(
     filled = {block.file for block in blocks}
     empty = [str(file) for number, file in enumerate(files) if number not in filled]
     if not blocks:
-        raise UsageError(f"{option} {value!r}: {shortened(empty, SHOWN)} hold no rows. At least 1 row is required.")
+        raise UsageError(f"{option} {value!r}: {shortened(empty, SHOWN)} contain no rows. At least 1 row is required.")
     shards = _counted(len(files), f"{kind} shard", f"{kind} shards")
     notices = [f"{shards} in {_counted(len(blocks), UNITS[kind], PLURALS[kind])}"]
     path = expand_path(value)
@@ -189,7 +189,7 @@ def _format_of(option: str, value: str, files: Sequence[Path]) -> str:
     for file in files:
         if file.suffix not in SUFFIXES:
             raise UsageError(
-                f"{option} {value!r}: {file} is no shard. Files ending in {', '.join(SUFFIXES)} are read by blocks."
+                f"{option} {value!r}: {file} is not a shard. Files ending in {', '.join(SUFFIXES)} are read by blocks."
             )
         formats.setdefault(SUFFIXES[file.suffix], []).append(file.name)
     if len(formats) > 1:

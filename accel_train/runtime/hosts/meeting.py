@@ -49,12 +49,12 @@ class _Missing(NamedTuple):
 
     def too_late(self, seconds: float) -> Exception:
         """Return the error for a wait that has ended after ``seconds``."""
-        late = f"collective_timeout_seconds: {seconds:g}: {self.text} has not come in time"
+        late = f"collective_timeout_seconds: {seconds:g}: timed out waiting for {self.text}"
         if self.other_counts:
             return UsageError(f"{late}: {self.other_counts}")
         return MissingProcessError(
-            f"{late}; its own host shows why: a refused option, an error, or no start at all. Mend that, and start all "
-            "again"
+            f"{late}; its own host shows why: a refused option, an error, or no start at all. Fix that, and start all "
+            "of them again"
         )
 
     def __str__(self) -> str:
@@ -93,8 +93,9 @@ def meeting(facts: Facts, timeout: timedelta) -> Generator[str | None]:
         yield meeting_point.attempt
     except dist.DistError as error:
         error.add_note(
-            "all processes had come, but could not be connected: one has ended since, or the hosts do not reach each "
-            "other on the network that was chosen; name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            "all processes had arrived, but could not be connected: one has ended since, or the hosts do not reach "
+            "each other on the network that was chosen; name its interface in GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME"
         )
         raise
 
@@ -278,9 +279,9 @@ class _Meeting:
         if not others:
             return ""
         return (
-            f"process {shortened(others, 8)} was started with another number of processes than {self._world_size}; "
-            "give the same --num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) "
-            "on every host"
+            f"process {shortened(others, 8)} was started with a number of processes that is not {self._world_size}; "
+            "give the same --num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) on "
+            "every host"
         )
 
     def _describe_no_answer(self) -> _Missing:

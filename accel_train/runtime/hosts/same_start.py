@@ -33,7 +33,7 @@ Facts = Mapping[str, Mapping[str, str]]
 
 REMEDIES = {
     "options": "every process needs the same options: give the same command on every host, with the same preset or "
-    "file, and write a place that differs between hosts with a variable in single quotes, as in '$SCRATCH/cache'",
+    "file, and write a path that differs between hosts with a variable in single quotes, as in '$SCRATCH/cache'",
     "launch settings": "every process needs the same launch settings: use the same launch file on every host",
     "packages": "every process needs the same versions: install them from one list on every host",
     "files": "every process needs the same code: share the folder, or bring the copies up to date",

@@ -59,7 +59,7 @@ def prove_calls(
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well
             raise UsageError(
                 f"{label}: differs from fp64 in {where} by {forward:.2g} forward and {backward:.2g} backward "
-                f"(relative, L2), allowed is {tolerance:.2g}. Choose another, such as sdpa_math."
+                f"(relative, L2), more than the allowed {tolerance:.2g}. Choose another, such as sdpa_math."
             )
         worst_forward = max(worst_forward, forward)
         worst_backward = max(worst_backward, backward)

@@ -124,7 +124,7 @@ def apply_library_attention(
     except CANNOT_RUN as error:
         return _unproven(name, parts, f"its example failed: {one_line(error)}")
     if not calls:
-        return _unproven(name, parts, "no call of attention was seen")
+        return _unproven(name, parts, "no call of attention was observed")
     if name != "auto":
         _refuse_unable(name, parts, calls, device, dtype, compiled=compiled)
         _set(name, parts)
@@ -173,7 +173,7 @@ def _refuse_unknown(name: str, parts: Parts) -> None:
         return
     library, part = next((library, part) for library, part in parts if _theirs(name, library) is None)
     raise UsageError(
-        f"attention {name}: {type(part).__name__} attends by {library}, which has nothing of that name; it has "
+        f"attention {name}: {type(part).__name__} attends through {library}, which has none of that name; it has "
         f"{', '.join(_known(parts))}. Give one of them, or leave the option out."
     )
 
@@ -262,7 +262,7 @@ def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall])
             others.append(f"{class_of(call)} ({', '.join(call.kernels)})")
     if others or not calls:
         raise UsageError(
-            f"attention {name}: was set in {_names(parts)}, and {len(others)} of its {len(calls)} calls of attention "
+            f"attention {name}: was set in {_names(parts)}, but {len(others)} of its {len(calls)} calls of attention "
             f"go elsewhere: {shortened(sorted(set(others)), 3)}. The option does not reach them: use auto, sdpa or a "
             f"kernel of torch ({', '.join(RESTRICTED)})."
         )
@@ -340,7 +340,7 @@ def _proven(
 ) -> LibraryAttention:
     # Compared call by call, which is possible only where both have the same shapes.
     if [call.inputs[0].shape for call in calls] != [call.inputs[0].shape for call in references]:
-        return _unproven(name, parts, "with eager it attends to other shapes")
+        return _unproven(name, parts, "with eager its attention has other shapes")
     chosen = _described(name, calls)
     label = f"attention {chosen} of {_names(parts)}"
     try:
@@ -367,7 +367,7 @@ def _unproven(name: str, parts: Parts, reason: str) -> LibraryAttention:
             f"attention {name}: cannot be proven in {_names(parts)}: {reason}. Give `prepare` an example that calls "
             "the model on a few of its inputs, or leave the option out."
         )
-    return LibraryAttention("own", f"attention: that of {_names(parts)}, as it came, not proven: {reason}")
+    return LibraryAttention("own", f"attention: that of {_names(parts)}, unchanged and not proven: {reason}")
 
 
 def _described(name: str, calls: Sequence[AttentionCall]) -> str:

@@ -70,9 +70,9 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
         worst_backward = max(worst_backward, backward)
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well
             raise UsageError(
-                f"attention {attention.name}: differs from the fp64 reference {case} "
-                f"by {forward:.2g} forward and {backward:.2g} backward (relative, L2), allowed is {tolerance:.2g}; "
-                f"needed: {needs}. Choose another kernel, such as sdpa."
+                f"attention {attention.name}: differs from the fp64 reference {case} by {forward:.2g} forward and "
+                f"{backward:.2g} backward (relative, L2), more than the allowed {tolerance:.2g}; needed: {needs}. "
+                "Choose another kernel, such as sdpa."
             )
     seconds = time.perf_counter() - started
     return Proof(worst_forward, worst_backward, tolerance, seconds)

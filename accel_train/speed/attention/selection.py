@@ -57,7 +57,7 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
         names, times, failed = _by_time(names, needs)
         return _first_proven(names, needs, times, lacking + failed)
     if name == OF_TRANSFORMERS:
-        raise UsageError(f"attention {name}: is the attention of a transformers model itself. Use sdpa_math.")
+        raise UsageError(f"attention {name}: is what transformers models call their own attention. Use sdpa_math.")
     check_name(name)
     is_user_function = ":" in name
     reason = None
@@ -98,12 +98,12 @@ def check_name(name: str) -> None:
     Raises `UsageError` with the nearest name.
     """
     if name in REPLACED:
-        raise UsageError(f"attention {name}: is a name of other projects. Use {REPLACED[name]}.")
+        raise UsageError(f"attention {name}: is a name from other projects. Use {REPLACED[name]}.")
     known = ("auto", "tune", *NAMES, OF_TRANSFORMERS)
     if ":" not in name and name not in known:
         raise UsageError(
-            f"attention {name!r}: is not known{did_you_mean(nearest(name, known))}; known are {', '.join(known)}, and "
-            "module:function of your own."
+            f"attention {name!r}: is not known{did_you_mean(nearest(name, known))}; give one of {', '.join(known)}, "
+            "or module:function of your own."
         )
 
 
@@ -152,7 +152,7 @@ def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple
     if not common:
         found = "; ".join(f"{', '.join(theirs) or 'none'}{place}" for place, theirs in everyone)
         raise UsageError(
-            f"attention {option}: no kernel can run on every process, and one for all is required: {found}. Needed: "
+            f"attention {option}: no kernel can run on every process, but all must use the same one: {found}. Needed: "
             f"{needs}. Install the same packages on all hosts, and start the run on devices of one kind."
         )
     return common, [f"{name} cannot run{places[0]}" for name, places in lacking.items() if places]

@@ -220,7 +220,7 @@ def why_not(name: str, needs: AttentionNeeds, machine: Machine) -> str | None:
     rows = [row for row in BACKENDS if row.name == name]
     row = next((row for row in rows if row.device in (machine.device, "any")), None)
     if row is None:
-        return f"it needs a {' or '.join(row.device for row in rows)} device, this one is {machine.device}"
+        return f"it needs a {' or '.join(row.device for row in rows)} device, and this one is {machine.device}"
     reasons = (_why_not_device(row, machine), _why_not_numbers(row, needs), _why_not_mode(row, needs))
     return next((reason for reason in reasons if reason), None)
 

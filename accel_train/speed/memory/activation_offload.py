@@ -76,8 +76,8 @@ class InputOffload:
         if blocks <= BLOCKS_ON_DEVICE:
             raise UsageError(
                 f"activation_checkpointing.offload: true: the inputs of the last {BLOCKS_ON_DEVICE} checkpointed "
-                f"blocks stay on the device, and there are {blocks}; at least {BLOCKS_ON_DEVICE + 1} are required. "
-                "Leave it out"
+                f"blocks stay on the device, but there are only {blocks}; at least {BLOCKS_ON_DEVICE + 1} are "
+                "required. Leave it out"
             )
 
     def run(self, method: Callable[..., Any], module: nn.Module, arguments: Any, named: Any) -> Any:
@@ -111,7 +111,7 @@ class InputOffload:
             return
         self._has_warned = True
         logger.warning(
-            "activation_checkpointing.offload: nothing is sent to host memory in a micro-batch like this one, of which "
+            "activation_checkpointing.offload: nothing is sent to host memory in a micro-batch like this one, because "
             f"no block keeps an input of at least {LEAST_BYTES >> 20} MiB that the next block does not take as well; "
             "raise micro_batch_size, or leave it out"
         )
@@ -216,7 +216,8 @@ class _Watched(NamedTuple):
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"an input of a checkpointed block, {self.tensor.dtype} {list(self.tensor.shape)}, was changed in "
-                f"place, and the backward needs what it was (version {self.tensor._version}, saved at {self.version})"
+                f"place, but the backward needs its former value (version {self.tensor._version}, saved at "
+                f"{self.version})"
             )
         return self.tensor
 

@@ -61,7 +61,7 @@ def _with_expandable_segments() -> str:
     parts = [part.strip() for part in given.split(",") if part.strip()]
     if "expandable_segments:false" in (part.replace(" ", "").lower() for part in parts):
         raise UsageError(
-            f"memory.expandable_segments: true, but {name} is {given!r}; take expandable_segments out of one of the two"
+            f"memory.expandable_segments: true, but {name} is {given!r}; remove expandable_segments from one of the two"
         )
     return ",".join([*(part for part in parts if not part.startswith("expandable_segments")), EXPANDABLE])
 

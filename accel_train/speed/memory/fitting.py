@@ -111,7 +111,9 @@ def refuse_what_cannot_fit(
         more = size.trained * local * (kept.snapshot_bytes() / world_size - gradient)
         if kept.training and more > 0:
             required += more
-            parts += f"; in a save no gradient, and a snapshot of {kept.snapshot_bytes()} bytes for each"
+            parts += (
+                f"; during a save without the gradient, but with a snapshot of {kept.snapshot_bytes()} bytes for each"
+            )
         available = host
         place = f"this host with {local} process(es)"
     else:
@@ -123,8 +125,8 @@ def refuse_what_cannot_fit(
             place = f"{device} and host memory"
     if required > available:
         raise UsageError(
-            f"{model} take {_gib(required)} ({parts}), and {place} has {_gib(available)}; "
-            "make the model smaller, or divide it over more devices with accelerate_configs/fsdp2.yaml"
+            f"{model} take {_gib(required)} ({parts}), but {place} has {_gib(available)}; make the model smaller, or "
+            "divide it over more devices with accelerate_configs/fsdp2.yaml"
         )
 
 
@@ -143,9 +145,10 @@ def _refuse_whole_weights(model: str, size: Size, once_per_host: bool) -> None:
     builders, remedy = "one process of this host builds", "make the model smaller"
     if copies > 1:
         builders = f"each of {copies} processes on this host builds"
-        remedy += ", start fewer processes on a host, or take FSDP2, for which one process builds them"
+        remedy += ", start fewer processes on a host, or use FSDP2, for which one process builds them"
     raise UsageError(
-        f"{model} take {_gib(built)} as weights, which {builders} whole, and it has {_gib(host)} of memory; {remedy}"
+        f"{model} take {_gib(built)} as weights, which {builders} whole, but the host has only {_gib(host)} of "
+        f"memory; {remedy}"
     )
 
 

@@ -86,7 +86,7 @@ def refuse_offload_strategy(strategy: str, compile_mode: str) -> None:
         )
     if compile_mode != "off":
         raise UsageError(
-            f"offload_frozen: weights are brought before each block, which compile.mode {compile_mode} cannot trace; "
+            f"offload_frozen: weights are fetched before each block, which compile.mode {compile_mode} cannot trace; "
             "use --compile.mode off"
         )
 
@@ -266,8 +266,8 @@ def _fetch_around(block: nn.Module, residents: _Residents, number: int) -> None:
         tensors = list(_tensors(result))
         if not tensors:
             raise UsageError(
-                f"offload_frozen: {type(block).__name__} returns a {type(result).__name__}, in which no tensor is "
-                "found, so that its weights could not be brought for the backward; leave the option out"
+                f"offload_frozen: {type(block).__name__} returns a {type(result).__name__}, in which no tensor was "
+                "found, so its weights could not be fetched for the backward; leave the option out"
             )
         for tensor in tensors:
             if tensor.requires_grad:

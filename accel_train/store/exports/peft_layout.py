@@ -55,7 +55,9 @@ def conversion_hint(place: Path) -> str:
     files = [place] if place.is_file() else place.glob("*.safetensors")
     if not any(file.suffix == ".safetensors" for file in files):
         return ""
-    return "; adapters in a file of diffusers or kohya become a folder of peft first (docs/lora.md, Files of others)"
+    return (
+        "; convert adapters in a file of diffusers or kohya to a folder of peft first (docs/lora.md, Files of others)"
+    )
 
 
 def _has_weights(folder: Path) -> bool:

@@ -61,8 +61,8 @@ def by_term(
 
 def _no_tensor(kind: str, step: int, found: str, value: object) -> UsageError:
     return UsageError(
-        f"{PLACES[kind]} (step {step + 1}): {found} of the type {type(value).__name__}, and a tensor is required, or a "
-        "dict with one for each loss term; give a number as torch.tensor(1.0), and a count of samples as "
+        f"{PLACES[kind]} (step {step + 1}): {found} of type {type(value).__name__}, but a tensor, or a dict with one "
+        "for each loss term, is required; give a number as torch.tensor(1.0), and a count of samples as "
         'batch["weight"].sum()'
     )
 
@@ -79,8 +79,8 @@ def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coef
             raise UsageError(
                 f"window.backward: loss term {name!r} is one value, and its weight has shape "
                 f"{tuple(weights[name].shape)}, one for each sample; give the loss of each sample times its weight "
-                "(reduction='none', not a mean), or the sum of these and as weight weight.sum(). The window divides by "
-                "the weights of the global batch"
+                "(reduction='none', not a mean), or the sum of these, with weight.sum() as its weight. The window "
+                "divides by the weights of the global batch"
             )
         refuse_further_dimensions(f"loss term {name!r}", loss, weights[name])
 
@@ -89,9 +89,9 @@ def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None
     """Raise ``UsageError`` for values with more dimensions than the weights of the samples, (B,). No device wait."""
     if values.ndim > weight.ndim > 0:
         raise UsageError(
-            f"window.backward: {what} has shape {tuple(values.shape)}, and its weight {tuple(weight.shape)}, one for "
-            "each sample; give one value for each sample, .flatten(1).sum(1) of them, before they are multiplied by "
-            "the weight: (B, 1) times (B,) is (B, B), which counts every sample B times"
+            f"window.backward: {what} has shape {tuple(values.shape)}, but its weight {tuple(weight.shape)}, one for "
+            "each sample; reduce it to one value for each sample, as with .flatten(1).sum(1), before multiplying it "
+            "by the weight: (B, 1) times (B,) is (B, B), which counts every sample B times"
         )
 
 
@@ -131,12 +131,13 @@ def refuse_unweighted(counts: dict[str, float]) -> None:
     why = "Such a sample only fills a micro-batch, or stands in for one that is left out"
     if of_losses > 0:
         raise UsageError(
-            f"window.backward: {of_losses:g} sample(s) of this step have weight 0, and their loss is not 0; multiply "
+            f"window.backward: {of_losses:g} sample(s) of this step have weight 0, but their loss is not 0; multiply "
             f'the loss of each sample by its weight (losses * batch["weight"]). {why}'
         )
     if of_weights > 0:
         raise UsageError(
-            f"prepared.window: {of_weights:g} sample(s) of this step have weight 0, and a loss term in which their "
-            "weight is above 0: its mean would be over more samples than the global batch has; multiply the weights of "
-            f'each term by it, as in (batch, {{"NAME": tokens * batch["weight"]}}). {why}'
+            f"prepared.window: {of_weights:g} sample(s) of this step have weight 0, but a weight above 0 in a loss "
+            "term, whose mean would be over more samples than the global batch has; multiply the weights of each term "
+            "by that of the sample, as in "
+            f'(batch, {{"NAME": tokens * batch["weight"]}}). {why}'
         )

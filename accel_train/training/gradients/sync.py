@@ -26,9 +26,9 @@ def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal[
     stage = zero_stage_of(accelerator)
     when = when_to_reduce(policy, stage)
     if policy == "every":
-        return when, "asked for: gradients are reduced on every micro-batch"
+        return when, "as requested: gradients are reduced on every micro-batch"
     if policy == "last":
-        return when, "asked for: gradients are reduced on the last micro-batch"
+        return when, "as requested: gradients are reduced on the last micro-batch"
     if when == "every":
         return when, f"ZeRO-{stage} keeps only a shard of the gradient, so every micro-batch is reduced"
     return when, "one reduction per optimizer step, on the last micro-batch"

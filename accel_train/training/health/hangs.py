@@ -192,7 +192,7 @@ class HangWatch:
         return self._logs / f"hang_{process}.json"
 
     def _remedy(self) -> str:
-        return f"  stacks of all threads: {self._logs}/rank_N.log; --health.hang_seconds sets the time"
+        return f"  stacks of all threads: {self._logs}/rank_N.log; --health.hang_seconds sets this limit"
 
 
 def _content_of(file: Path, oldest: float) -> Mapping[str, Any]:

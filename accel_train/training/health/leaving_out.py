@@ -18,7 +18,7 @@ def leave_out(accelerator: Accelerator, model: nn.Module, step: int) -> None:
         engine: Any = model
         # The engine judges by itself, so make sure that it came to the same verdict.
         if engine.was_step_applied():
-            raise RuntimeError(f"step {step + 1} is not finite, and DeepSpeed has stepped all the same")
+            raise RuntimeError(f"step {step + 1} is not finite, but DeepSpeed has stepped anyway")
         return
     model.zero_grad(set_to_none=True)
     # While it is False, Accelerate's optimizer silently skips its step, and the next window sets it again. Most

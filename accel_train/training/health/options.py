@@ -113,7 +113,7 @@ class HealthConfig:
         if self.compare_every == 0:
             refuse_without_effect(self, "health", ["slow_factor"], "with health.compare_every: 0")
         if not self.finds_spikes:
-            because = "with health.spike_factor: 0, with which nothing looks for spikes"
+            because = "with health.spike_factor: 0, which switches spike detection off"
             instead = "set spike_factor, such as --health.spike_factor 10"
             refuse_without_effect(self, "health", ["spike", "spike_window"], because, instead)
         if not self.skips:
@@ -187,8 +187,9 @@ def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool
             notices.append(f"health.{name}: {value}: nothing to compare, this run has one process")
     if config.check_replicas_every and not replicated:
         notices.append(
-            f"health.check_replicas_every: {config.check_replicas_every}: nothing to compare, no weight is on more "
-            "than one process here (it is under DDP, ZeRO-1, ZeRO-2 and FSDP2 with replicas, on several processes)"
+            f"health.check_replicas_every: {config.check_replicas_every}: nothing to compare, because no weight is on "
+            "more than one process here (weights are under DDP, ZeRO-1, ZeRO-2 and FSDP2 with replicas, on several "
+            "processes)"
         )
     return notices
 

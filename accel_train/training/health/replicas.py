@@ -61,7 +61,7 @@ class Difference(NamedTuple):
         where = ", ".join(f"{process} ({self.hosts[process]})" for process in self.processes)
         who = f"process {where} differs from the majority"
         if not self.has_majority:
-            who = f"processes {where} differ, and no majority tells which of them is right"
+            who = f"processes {where} differ, and no majority shows which of them is right"
         mixed = ""
         if len(set(self.devices)) > 1:
             kinds = shortened(sorted(set(self.devices)), 3)
@@ -71,17 +71,17 @@ class Difference(NamedTuple):
             "it, and for code that changes weights on some processes only"
         )
         finding = f"the processes no longer hold the same weights: {names}: {who}.{mixed}"
-        kept = "Nothing is saved, and the newest checkpoint is as it was."
+        kept = "Nothing is saved, and the newest checkpoint is unchanged."
         again = "start the same command again to continue from the checkpoint"
         if self.is_everywhere:
             return (
-                f"{finding} Nearly all tensors differ, as without a reduction of the gradients: the forward of the "
+                f"{finding} Nearly all tensors differ, as they do when gradients are not reduced: the forward of the "
                 "loop must go through prepared.model, not through accelerator.unwrap_model(prepared.model) or the "
                 f"model that was prepared. {kept} If it does go through prepared.model, look for {causes}; correct it "
                 f"and {again}"
             )
         return (
-            f"{finding} {kept} Look for {causes}; {again}. --health.check_replicas_every 0 trains on without this check"
+            f"{finding} {kept} Look for {causes}; {again}. --health.check_replicas_every 0 continues without this check"
         )
 
     @property

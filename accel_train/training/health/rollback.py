@@ -51,7 +51,7 @@ def recorded(directory: Path) -> list[Rollback]:
             rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples, str(one["data"])))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Put back a copy of it, or "
+            f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Restore it from a copy, or "
             "delete it to train on all samples again"
         ) from error
     return rollbacks
@@ -67,11 +67,11 @@ def next_rollback(earlier: Sequence[Rollback], bad: BadStep, most: int, data: st
     samples = sorted({sample for rank in bad.samples for sample in rank} - set(left_out(earlier, data)))
     if len(earlier) >= most:
         return (
-            f"the run has gone back {len(earlier)} times, and health.max_rollbacks allows {most}: more than a few bad "
-            "samples are a diverged run, so lower the learning rate, or raise the limit"
+            f"the run has gone back {len(earlier)} times, and health.max_rollbacks allows {most}: this many bad "
+            "samples mean that the run has diverged, so lower the learning rate, or raise the limit"
         )
     if not samples:
-        return "going back would not help: no sample of this step is known that is not left out already"
+        return "going back would not help: every known sample of this step is already left out"
     return Rollback(bad.step + 1, bad.reason, samples, data)
 
 
@@ -90,5 +90,5 @@ def notices(directory: Path, rollbacks: Sequence[Rollback], data: str) -> list[s
         if one.concerns(data):
             lines.append(f"without {of_step}")
         else:
-            lines.append(f"{of_step} refer to other data than these, so none of them is left out")
+            lines.append(f"{of_step} refer to different data, so none of them is left out")
     return lines

@@ -25,10 +25,10 @@ WORDS: dict[Measure, str] = {
     "host": "takes {} for a Python loop of fixed length",
 }
 REMEDIES: dict[Measure, str] = {
-    "data": "look at the disk or network of that host, and at what else reads there",
-    "forward": "look at the clocks, the temperature and other work of that device and host",
-    "device": "look at the clocks, the temperature and other work of that device (nvidia-smi -q -d PERFORMANCE)",
-    "host": "look at the other work of that host, and at the cores that the process may use",
+    "data": "check the disk or network of that host, and what else reads from it",
+    "forward": "check the clocks, the temperature and other jobs of that device and host",
+    "device": "check the clocks, the temperature and other jobs of that device (nvidia-smi -q -d PERFORMANCE)",
+    "host": "check the other jobs of that host, and the cores that the process may use",
 }
 CHECKS = 2
 """Checks in a row above the limit that make a process slow: one alone may be chance."""

@@ -48,7 +48,7 @@ def _failure(device: torch.device) -> str | None:
     for one, other in zip(*results, strict=True):
         difference = float((one - other).norm() / other.norm())
         if not difference <= TOLERANCE:  # NaN fails as well
-            return f"a trial differs from torch's kernel by {difference:.1e}, allowed is {TOLERANCE:.0e}"
+            return f"a trial differs from torch's kernel by {difference:.1e}, more than the allowed {TOLERANCE:.0e}"
     return None
 
 

@@ -179,10 +179,10 @@ def test_a_file_of_another_program_is_converted_as_the_docs_say(file: str, made:
     out = tmp_path / "out"
     assert cli._main(["export", str(run), str(out)]) == 0
     shutil.copytree(out, tmp_path / "lone", ignore=lambda _, names: {name for name in names if name != file})
-    required = r"or a folder of peft, is required; .*file of diffusers or kohya become a folder of peft first"
+    required = r"or a folder of peft, is required; .*file of diffusers or kohya to a folder of peft first"
     with pytest.raises(UsageError, match=required):
         train(made, f"refused_{file}", "--init_from", str(tmp_path / "lone"))
-    with pytest.raises(UsageError, match=r"^adapters a=.*lone: .* or a folder of peft; adapters in a file"):
+    with pytest.raises(UsageError, match=r"^adapters a=.*lone: .* or a folder of peft; convert adapters in a file"):
         accel_train.load(made / "base", adapters={"a": tmp_path / "lone"})
 
     _, _, text = (Path(__file__).parents[3] / "docs" / "lora.md").read_text("utf-8").partition("<!-- conversion:")

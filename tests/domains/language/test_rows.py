@@ -134,7 +134,10 @@ def test_a_list_of_json_is_rows(tmp_path: Path) -> None:
         read(tmp_path / "x.json")
     write(tmp_path, {"text": "Long live the king!"})
     assert [row.text for row in read(tmp_path)] == ["Long live the king!"]
-    for content, says in (('{"data": []}', "holds a JSON dict; a list of objects"), ("[1,", "cannot be read as JSON")):
+    for content, says in (
+        ('{"data": []}', "contains a JSON dict; a list of objects"),
+        ("[1,", "cannot be read as JSON"),
+    ):
         (tmp_path / "x.json").write_text(content)
         with pytest.raises(UsageError, match=f"x.json {says}"):
             read(tmp_path / "x.json")
@@ -293,7 +296,10 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"prompt": "\ud83d", "completion": "x"}, "'prompt' holds half of a surrogate pair"),
         ({"prompt": "x", "completion": "\ud83d"}, "'completion' holds half of a surrogate pair"),
         ({"messages": [USER, {**ANSWER, "content": "\ud83d"}]}, "'messages' holds half of a surrogate pair"),
-        ({"prompt": [{**USER, "content": "\ud83d"}], "completion": [ANSWER]}, "'messages' holds half of a surrogate"),
+        (
+            {"prompt": [{**USER, "content": "\ud83d"}], "completion": [ANSWER]},
+            "'messages' holds half of a surrogate",
+        ),
         ({"messages": [USER, ANSWER], "tools": [{"a": {"\ud83d": 1}}]}, "'tools' holds half of a surrogate pair"),
         (
             {"text": None},
@@ -438,7 +444,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no source of rows"):
         read(tmp_path)
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"x.txt cannot be read as text \(it is UTF-16, UTF-8 is required"):
+    with pytest.raises(UsageError, match=r"x.txt cannot be read as text \(it is UTF-16, but UTF-8 is required"):
         read(tmp_path / "x.txt")
     (tmp_path / "x.txt").write_bytes(b"a\xff")
     with pytest.raises(UsageError, match=r"x.txt cannot be read as UTF-8"):

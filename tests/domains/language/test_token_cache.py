@@ -353,7 +353,7 @@ def spoiled(folder: Path) -> Iterator[tuple[str, str]]:
     whole = bytes(content)
     content[100:200] = bytes(100)
     (folder / "1.parquet").write_bytes(bytes(content))
-    yield "damaged", r"1.parquet, row group 0 cannot be read .* copy the file again, or take it out"
+    yield "damaged", r"1.parquet, row group 0 cannot be read .* copy the file again, or remove it"
     (folder / "1.parquet").write_bytes(whole[:-50])
     yield "cut", r"--data.path: .*1.parquet cannot be read as parquet"
     parquet.write_table(pa.table({"body": ["x"]}), folder / "1.parquet")
@@ -396,5 +396,5 @@ def test_a_file_that_is_written_or_removed_meanwhile_is_named(config: DataConfig
     with pytest.raises(UsageError, match=r"0.jsonl was written since this start listed it"):
         list(source.read(0))
     file.unlink()
-    with pytest.raises(UsageError, match=r"0.jsonl is gone since this start listed it"):
+    with pytest.raises(UsageError, match=r"0.jsonl has disappeared since this start listed it"):
         list(source.read(0))

@@ -73,7 +73,7 @@ def test_home_variable_and_relative_paths(tmp_path: Path, monkeypatch: pytest.Mo
     ("row", "reason"),
     [
         ('{"text": "unfinished', "not JSON"),
-        ('{"text": "first", "text": "second"}', "the key 'text' is given twice, so which value is meant is unknown"),
+        ('{"text": "first", "text": "second"}', "the key 'text' is given twice, so it is unclear which value is meant"),
         ('{"text": "x", "meta": {"n": 1, "n": 1}}', "the key 'n' is given twice"),
         ("[1, 2]", "a JSON list, not an object"),
         ('"text"', "a JSON str, not an object"),
@@ -108,7 +108,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_other_codings_are_refused_by_name(tmp_path: Path, start: bytes, code: str) -> None:
     file = tmp_path / "data.txt"
     file.write_bytes(start)
-    with pytest.raises(UsageError, match=f"is {code}, UTF-8 is required"):
+    with pytest.raises(UsageError, match=f"is {code}, but UTF-8 is required"):
         read(file)
 
 

@@ -224,7 +224,7 @@ def test_two_processes_build_it_together(built: Path, disk: str) -> None:
         assert said == [None, None]
     else:
         own, other = built / "host0", built / "host1"
-        assert f"({other}) does not see {own} of {socket.gethostname()}" in said[0]
+        assert f"({other}) cannot see {own} of {socket.gethostname()}" in said[0]
     if disk == "shared":  # each text once, by the rank that its shard belongs to
         assert shares[0] == sorted(text for i, text in enumerate(TEXTS) if i // ROWS % 2 == 0)
         assert shares[1] == sorted(text for i, text in enumerate(TEXTS) if i // ROWS % 2 == 1)

@@ -289,7 +289,7 @@ def test_bad_rows_are_named_by_file_and_place(tmp_path: Path) -> None:
     with (folder / "part-0.jsonl").open("a") as file:
         file.write('{"text": \n')
     said = refusal(lambda: prepare_data(settings(tmp_path, path=str(folder), max_bad_rows=0)))
-    assert re.search(r"part-0\.jsonl:151: not JSON \(.*one object a line", said)
+    assert re.search(r"part-0\.jsonl:151: not JSON \(.*one object per line", said)
 
 
 def test_a_text_that_changed_under_its_file_is_named(tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def test_processes_that_count_another_number_of_them_are_named(
     assert of_two._describe_missing().other_counts == ""
     of_three = joined(monkeypatch, of_two, RANK=1, WORLD_SIZE=3)
     for one, other in ((of_two, f"1 on {of_two._host} of 3"), (of_three, f"0 on {of_two._host} of 2")):
-        assert f"); process {other} was started with another number of processes than " in str(one._describe_missing())
+        assert f"); process {other} was started with a number of processes that is not " in str(one._describe_missing())
     of_two._end = 0.0
     late = (
-        r"^collective_timeout_seconds: 9: 1 of 2 processes .*\) has not come in time: process 1 on .* of 3 was started"
+        r"^collective_timeout_seconds: 9: timed out waiting for 1 of 2 processes .*\): process 1 on .* of 3 was started"
     )
     with pytest.raises(UsageError, match=f"{late} .* than 2; give the same --num_processes") as error:
         of_two.compare({})
