@@ -187,7 +187,7 @@ def _find(place: str) -> Checkpoint:
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
         raise UsageError(
-            f"resume: {place!r} is none of auto, must, never, and {path} {problem}; give one of these, the directory "
+            f"resume: {place!r} is not auto, must or never, and {path} {problem}; give one of these, the directory "
             "of a checkpoint or run, RUN@STEP, or hub:org/name@step"
         )
     try:

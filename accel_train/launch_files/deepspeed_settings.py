@@ -161,7 +161,7 @@ def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | N
     if top.values.get("mixed_precision") is not None:
         raise top.refuse(
             "mixed_precision",
-            "absent beside deepspeed_config_file",
+            "absent when deepspeed_config_file is given",
             "delete the line; the experiment sets precision",
         )
     file = Path(name)

@@ -97,7 +97,7 @@ def parse(content: bytes) -> Json:
     """Parse and check a manifest. Raises ``ValueError`` with the reason."""
     manifest = strict_json.parse(content)
     if not isinstance(manifest, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("it contains no object")
     schema = manifest.get("schema")
     # `type` and not `isinstance`: in Python `True` is an int, and in JSON it is not.
     if type(schema) is not int or schema != SCHEMA:

@@ -78,7 +78,7 @@ class PretrainedBase:
         missing += [name for name in self.definition if not (root / name).is_file()]
         if missing or not self.files:
             raise UsageError(
-                f"the base {self.source}: {self.directory} holds no {missing[0] if missing else 'weights'}; download "
+                f"the base {self.source}: {self.directory} has no {missing[0] if missing else 'weights'}; download "
                 "it again, or give the model's source as it was"
             )
         with ThreadPoolExecutor(THREADS) as pool:
@@ -186,7 +186,7 @@ def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, A
     if name not in found:
         difference = f"has no {name}"
     elif name not in expected:
-        difference = f"has {name}, which it had not"
+        difference = f"has {name}, which it did not have before"
     else:
         difference = f"has another {name} (sha256 {found[name][:12]}, not {expected[name][:12]})"
     raise UsageError(
@@ -211,7 +211,7 @@ def refuse_other_weights(recorded: Mapping[str, Any], current: Mapping[str, Any]
     if absent:
         difference = f"has no {absent[0]}"
     elif added:
-        difference = f"has {added[0]}, which it had not"
+        difference = f"has {added[0]}, which it did not have before"
     else:
         name = changed[0]
         difference = f"has another {name} (sha256 {found[name]['sha256'][:12]}, not {expected[name]['sha256'][:12]})"

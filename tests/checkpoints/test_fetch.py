@@ -76,7 +76,7 @@ def test_a_step_of_a_run_that_is_not_there_is_refused_as_that_run(
     with pytest.raises(UsageError, match=f"^init_from: {run} does not exist; a run with a checkpoint, .* is required"):
         find_weights(place)
     if not place.startswith("hub:"):
-        with pytest.raises(UsageError, match=f"^resume: '{place}' is none of auto, .*, and {run} does not exist"):
+        with pytest.raises(UsageError, match=f"^resume: '{place}' is not auto, .*, and {run} does not exist"):
             fetch(place, tmp_path / "there")
 
 

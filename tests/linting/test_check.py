@@ -97,7 +97,11 @@ def test_what_a_start_refuses_by_its_options_is_refused_in_the_same_words(flags:
             "--distributed.static_graph",
             r"distributed\.static_graph: True: applies to DDP only, and this run uses zero",
         ),
-        ("single_gpu", "--distributed.comm_hook powersgd", r"distributed\.comm_hook: powersgd: .*and single runs"),
+        (
+            "single_gpu",
+            "--distributed.comm_hook powersgd",
+            r"distributed\.comm_hook: powersgd: .*and this run uses single",
+        ),
         (
             "ddp",
             "--distributed.fsdp2_prefetch 2",

@@ -53,7 +53,7 @@ def _umask() -> int:
         (lambda p: (p / "manifest.json").unlink(), "no manifest.json"),
         (lambda p: (p / "manifest.json").write_text("{"), "cannot be read"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 9, "accel_train": "9.0"}'), "accel_train 9.0"),
-        (lambda p: (p / "manifest.json").write_text("[]"), "it holds no object"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "it contains no object"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 2}'), "it has changed since it was written"),
         (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", Path.mkdir), "is not a regular file"),
         (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", os.mkfifo), "is not a regular file"),

@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, reads: l
 
 def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
     base = PretrainedBase("org/base", tmp_path, ("model.safetensors",), "v2")
-    with pytest.raises(UsageError, match=r"the base org/base: .* holds no model.safetensors; download it again"):
+    with pytest.raises(UsageError, match=r"the base org/base: .* has no model.safetensors; download it again"):
         base.reference()
     (tmp_path / "model.safetensors").write_bytes(b"one")
     recorded = base.reference()
@@ -202,7 +202,7 @@ def test_what_defines_a_base_is_compared_by_its_meaning(tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("two")
     for names, says in (
         (("config.json",), r"has no words\.txt"),
-        (("config.json", "words.txt", "more.txt"), r"has more\.txt, which it had not"),
+        (("config.json", "words.txt", "more.txt"), r"has more\.txt, which it did not have before"),
     ):
         with pytest.raises(UsageError, match=says):
             refuse_other_base(recorded, reference(*names), tmp_path)
@@ -210,5 +210,5 @@ def test_what_defines_a_base_is_compared_by_its_meaning(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"org/base has another config\.json \(sha256 .*, with the same file"):
         refuse_other_base(recorded, reference("config.json", "words.txt"), tmp_path)
     config.unlink()
-    with pytest.raises(UsageError, match=r"holds no config\.json; download it again"):
+    with pytest.raises(UsageError, match=r"has no config\.json; download it again"):
         reference("config.json")

@@ -353,7 +353,7 @@ def test_a_wrong_place_is_named_with_what_is_there(tmp_path: Path) -> None:
     assert "is a file" in refused(tmp_path / "file")
     assert "it contains file" in refused(tmp_path)
     (tmp_path / "empty").mkdir()
-    assert "it holds nothing" in refused(tmp_path / "empty")
+    assert "it contains nothing" in refused(tmp_path / "empty")
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

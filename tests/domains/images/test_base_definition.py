@@ -143,7 +143,7 @@ def test_shards_beside_the_file_are_refused(begun: Path, base: Path) -> None:
     """diffusers would load them in its place."""
     shard = "diffusion_pytorch_model-00001-of-00001.safetensors"
     shutil.copy(base / "unet" / "diffusion_pytorch_model.safetensors", base / "unet" / shard)
-    with pytest.raises(UsageError, match=f"has {shard}, which it had not"):
+    with pytest.raises(UsageError, match=f"has {shard}, which it did not have before"):
         train(begun, "run")
 
 

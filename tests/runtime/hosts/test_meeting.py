@@ -76,7 +76,7 @@ def test_processes_that_count_another_number_of_them_are_named(
     late = (
         r"^collective_timeout_seconds: 9: timed out waiting for 1 of 2 processes .*\): process 1 on .* of 3 was started"
     )
-    with pytest.raises(UsageError, match=f"{late} .* than 2; give the same --num_processes") as error:
+    with pytest.raises(UsageError, match=f"{late} .* not 2; give the same --num_processes") as error:
         of_two.compare({})
     assert "shows why" not in str(error.value)
 
