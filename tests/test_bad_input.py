@@ -391,7 +391,7 @@ RESUMING = [
     Row("I34-never-fresh", "--resume never", r"fresh start", None),
     Row("I34-never", "--resume never", r"resume: never, but .*run is already used; .*--overwrite", prepare=used_run),
     Row("I35-path", "--resume runs/other", r"resume: 'runs/other' is not auto, must or never, and .* does not exist"),
-    Row("I35-resume-not-a-checkpoint", "--resume {}", r"resume: .*no manifest\.json.*it holds .*texts\.jsonl"),
+    Row("I35-resume-not-a-checkpoint", "--resume {}", r"resume: .*no manifest\.json.*it contains .*texts\.jsonl"),
     Row(
         "I35-resume-unfinished",
         "--resume {}/.tmp-checkpoint_00000010-host-1-abc",

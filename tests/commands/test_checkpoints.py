@@ -785,7 +785,7 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
             r"text_head.weight has values beyond 65504",
             ["--precision", "fp16", "--weights", "model"],
         ),
-        "nan": (checkpoint(tmp_path / "broken", 7, broken), r"text_head.weight holds 1 value\(s\) that are NaN", []),
+        "nan": (checkpoint(tmp_path / "broken", 7, broken), r"text_head.weight contains 1 value\(s\) that are NaN", []),
         "damaged": (checkpoint(tmp_path / "damaged", 7), "sha256 differs", []),
     }
     flip_bit(places["damaged"][0] / "model.safetensors")
@@ -1010,7 +1010,7 @@ def test_a_file_of_weights_is_refused_with_what_converts_it(tmp_path: Path) -> N
 
 def test_a_conversion_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     cases = {
-        "nan": ({"x": torch.tensor([math.nan])}, "x holds 1 value"),
+        "nan": ({"x": torch.tensor([math.nan])}, "x contains 1 value"),
         "large": ({"x": torch.tensor([1e300], dtype=torch.float64)}, "beyond 3.40282e.38"),
         "eight": ({"x": torch.ones(1).to(torch.float8_e4m3fn)}, "x has the type F8_E4M3"),
     }

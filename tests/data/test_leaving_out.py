@@ -59,7 +59,7 @@ def test_a_step_without_weight_is_known() -> None:
 
 
 def test_unknown_samples_and_all_of_them_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"has 30 samples, 0 to 29, and no 30, 99"):
+    with pytest.raises(UsageError, match=r"has 30 samples, 0 to 29, but no 30, 99"):
         without_samples(ORDER, [3, 30, 99])
     with pytest.raises(UsageError, match="names all 30 samples"):
         without_samples(ORDER, range(30))

@@ -114,6 +114,6 @@ def test_each_process_has_a_device(environment: dict[str, str], visible: int, in
     ],
 )
 def test_two_processes_on_one_device_are_refused(environment: dict[str, str], visible: int) -> None:
-    message = rf"num_processes: 4 processes .* and {visible} are visible; name 4 in CUDA_VISIBLE_DEVICES .*srun"
+    message = rf"num_processes: 4 processes .* but only {visible} are visible; name 4 in CUDA_VISIBLE_DEVICES .*srun"
     with pytest.raises(UsageError, match=message):
         device_of_process(environment, visible)

@@ -206,7 +206,7 @@ def test_attention_that_no_option_of_diffusers_reaches_is_named(monkeypatch: pyt
     """As on a GPU, where flex has a backward: SD3 calls torch itself, and diffusers says nothing of it."""
     monkeypatch.setattr(library_attention, "why_not", lambda *_: None)
     model, run, _ = built("sd3")
-    message = r"attention flex: was set in SD3Transformer2DModel, and 2 of its 2 calls .* JointAttnProcessor2_0 \(torch"
+    message = r"attention flex: was set in SD3Transformer2DModel, but 2 of its 2 calls .* JointAttnProcessor2_0 \(torch"
     with pytest.raises(UsageError, match=message):
         applied(model, "flex", run)
 

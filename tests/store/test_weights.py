@@ -422,11 +422,14 @@ def test_an_average_is_completed_by_the_weights_beside_it(tmp_path: Path) -> Non
         ({"count": torch.tensor(True)}, "count: BOOL in the file, int64 in the model"),
         ({"scratch": torch.zeros(2)}, r"scratch: \(2,\) in the file, None in the model"),
         ({f"x{i}": torch.zeros(1) for i in range(5)}, "and 2 more"),
-        ({"body__bias": torch.tensor([0.0, float("nan"), 1.0])}, r"body.bias holds 1 value\(s\) that are NaN"),
-        ({"body__bias": torch.tensor([0.0, 2.0, float("inf")])}, r"body.bias holds 1 value\(s\)"),
-        ({"body__bias": torch.tensor([0.0, 2.0, float("-inf")])}, r"body.bias holds 1 value\(s\)"),
-        ({"body__weight": torch.full((3, 4), float("-inf"))}, r"body.weight holds 12 value\(s\)"),
-        ({"body__weight": torch.full((3, 4), float("inf"), dtype=torch.float16)}, r"body.weight holds 12 value\(s\)"),
+        ({"body__bias": torch.tensor([0.0, float("nan"), 1.0])}, r"body.bias contains 1 value\(s\) that are NaN"),
+        ({"body__bias": torch.tensor([0.0, 2.0, float("inf")])}, r"body.bias contains 1 value\(s\)"),
+        ({"body__bias": torch.tensor([0.0, 2.0, float("-inf")])}, r"body.bias contains 1 value\(s\)"),
+        ({"body__weight": torch.full((3, 4), float("-inf"))}, r"body.weight contains 12 value\(s\)"),
+        (
+            {"body__weight": torch.full((3, 4), float("inf"), dtype=torch.float16)},
+            r"body.weight contains 12 value\(s\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_model_changes(

@@ -48,7 +48,7 @@ def test_a_matrix_beside_the_weight_of_each_sample_is_refused(accelerator: Accel
     """The loss of a model whose output is (B, 1), times the weights (B,), is (B, B)."""
     weight = torch.ones(4)
     for loss in (torch.ones(4, 1) * weight, torch.ones(4, 1)):
-        with pytest.raises(UsageError, match=rf"'main' has shape \(4, {loss.shape[1]}\), and its weight \(4,\)"):
+        with pytest.raises(UsageError, match=rf"'main' has shape \(4, {loss.shape[1]}\), but its weight \(4,\)"):
             finished(accelerator, [weight], [loss])
     model = accelerator.prepare(nn.Linear(1, 1))
     window = GradientWindow(accelerator, model, [({}, weight)], {"main": 1.0}, step=0)

@@ -299,7 +299,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"name": f"{HERE}:Hidden"}, ["did not continue bit for bit", "no checkpoint can find it"]),
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
-    ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
+    ({"name": f"{HERE}:Decaying"}, ["did not continue bit for bit"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
     ({"name": f"{HERE}:Copying"}, ["Copying keeps state of matrix under the key 'master'", "Choose another class"]),
     ({"name": f"{HERE}:Dashed"}, ["Dashed keeps state of matrix under the key 'exp-avg'"]),
