@@ -106,7 +106,7 @@ def test_no_cache_is_filled_while_a_model_trains() -> None:
     assert "use_cache is off while the model trains" in settled(model)
     ids = torch.arange(6)[None]
     assert model(input_ids=ids).past_key_values is None
-    with pytest.raises(UsageError, match="use_cache=True: LlamaForCausalLM trains"):
+    with pytest.raises(UsageError, match="use_cache=True: LlamaForCausalLM is being trained"):
         model(input_ids=ids, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=ids).past_key_values is not None

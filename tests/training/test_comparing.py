@@ -132,7 +132,7 @@ def test_two_processes_are_compared_with_the_faster() -> None:
     assert found.factor == pytest.approx(4)
     assert found.describe("here", 2).startswith(
         "process 0 (here) is slower than the others, which wait for it: it takes 400 ms per step for the forward, the "
-        "median of the 2 processes 100 ms, 4.0 times as long; look at"
+        "median of the 2 processes 100 ms, 4.0 times as long; check"
     )
 
 
