@@ -66,7 +66,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.changed", "data.workers"),
-        decides_shapes=("init_tasks", *DECIDE_SHAPES),
+        decides_shapes=DECIDE_SHAPES,
         labels=scores.LABELS,
         decided_by={"nrmse": "min"},
         loads_with=transformer.PdeTransformer,

@@ -43,7 +43,8 @@ def load_initial_weights(
 
     ``base`` refers to the files behind ``model``. A checkpoint without the frozen parameters must refer to the same.
     Raises ``UsageError`` otherwise. ``names`` maps each tensor of the model to its name in the weights of
-    ``init_from``, or to None if it keeps its initial value. The rest of those weights is left out.
+    ``init_from``, or to None if it keeps its initial value. Names that the model lacks are refused, and tensors of
+    those weights that are not in the map are left out.
     """
     if run.checkpoint is not None:
         with run.loading(last=False):

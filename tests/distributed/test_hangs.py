@@ -22,7 +22,7 @@ def test_the_process_that_is_waited_for_is_named_with_its_line(tmp_path: Path) -
     assert done.returncode == 0, done.stdout[-4000:]
     said = re.search(
         r"no step has ended for 3 s\n.*process 1 is at \S+hang_worker\.py:\d+ in wait_until_named \(step 3\)\n"
-        r".*process 0 waits in all_reduce, at \S+accumulation\.py:\d+ in \w+ \(step 3\)\n.*rank_N\.log.*\n"
+        r".*process 0 waits in all_reduce, at \S+step_metrics\.py:\d+ in \w+ \(step 3\)\n.*rank_N\.log.*\n"
         r".*process 0: waits in gloo:all_reduce number \d+ of default_pg \(Double \[1\]\)\n"
         r".*process 1: none unfinished; the last was gloo:.*\n.*: \S+/logs/flight_recorder_N\.json",
         done.stdout,

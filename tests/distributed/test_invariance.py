@@ -96,7 +96,8 @@ def tokens_per_sample(run: Finished) -> float:
     """In the steps up to the last log point: what each process counts is added up over all."""
     lines = run.train_lines()
     last = lines[max(lines)]
-    return last["tokens_per_second"] / last["samples_per_second"]
+    # A recipe of pictures counts none.
+    return last.get("tokens_per_second", 0.0) / last["samples_per_second"]
 
 
 def norms_by_part(run: Finished, step: int) -> dict[str, float]:

@@ -46,6 +46,7 @@ def test_parts_of_steps_on_a_clock() -> None:
         for inputs in window:
             window.backward(model(inputs["x"]).sum())
             clock.now += 7  # of the loop's own, in no part
+        model.zero_grad()
         clock.now += 2
         meter.end_of_step()
         with meter.pause():

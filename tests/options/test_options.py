@@ -672,7 +672,7 @@ def test_the_config_of_a_moved_run_does_not_start_elsewhere(tmp_path: Path, monk
     shutil.copytree(run, moved)
     where = rf"output_dir: runs/first, here {re.escape(str(run))}, is not {re.escape(str(moved))}, .*"
     for flags in ([], ["--evaluate_only"]):
-        with pytest.raises(UsageError, match=rf"{where}give --output_dir '{re.escape(str(moved))}' to go on"):
+        with pytest.raises(UsageError, match=rf"{where}give --output_dir '{re.escape(str(moved))}' to continue it"):
             load(moved / "config.yaml", *flags)
     assert load(moved / "config.yaml", "--output_dir", str(moved)) == str(moved)
     assert load(moved / "config.yaml", "--output_dir", "runs/new") == "runs/new"

@@ -16,7 +16,7 @@ MODEL = "return RingModel(nn.Linear(2, width), nn.GELU(),"
 PREPARE = "    prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))\n"
 OPTIMIZER = "    optimizer = prepared.optimizer\n"
 EVALUATE = "    evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)\n"
-WINDOW = "            for batch in window:  # the window sums, and divides by the weights of all processes\n"
+WINDOW = "            for batch in window:  # the window sums the losses and divides by the weights of all processes\n"
 ZIPPED = "            for _, loss in zip(window, losses):\n"
 CLIP = "window.finish(config.optimizer.max_grad_norm)"
 CONDITIONED = """class Conditioned(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from accel_train.domains.pde.data.scales import Origins
 from accel_train.metrics import logs
 from accel_train.store.weights import find_tensors
 
@@ -25,30 +26,29 @@ OF_TASK = (
 RESIDUAL = "residual."
 
 
-def names_in_weights(
-    model: nn.Module, directory: Path | None, origins: Sequence[int | None] | None
-) -> dict[str, str | None] | None:
+def names_in_weights(model: nn.Module, directory: Path | None, origins: Origins | None) -> dict[str, str | None] | None:
     """Map each tensor of a `PdeTransformer` to its name in the weights of `directory`, or to None for a new one.
 
-    `origins` has, for each task, the number of the trained one that it starts from. Blocks are shared by all tasks and
-    taken in any case. The residual network is new unless the tasks are the same ones, because it corrects their
-    predictions. Returns None if every tensor has the same name there, or if there are no such weights.
+    All that is shared by the tasks is taken in any case. The residual network corrects the predictions of its tasks, so
+    it is new with other tasks. Returns None if every tensor has the same name there, or without such weights.
     """
     if directory is None or origins is None:
         return None
     trained = find_tensors(directory, "model")
-    tasks = {name.split(".")[1] for name in trained if name.startswith("encoders.")}
-    keeps_residual = list(origins) == list(range(len(tasks)))
     own_residual = getattr(model, "residual", None) is not None
     has_residual = any(name.startswith(RESIDUAL) for name in trained)
-    if keeps_residual and own_residual <= has_residual:
+    if origins.same_tasks and own_residual <= has_residual:
         return None
     if own_residual:
         logs.info(logger, f"the residual network starts from initial values, not from {directory}")
+    elif has_residual:
+        logs.info(logger, f"the residual network of {directory} is left out: it corrects predictions of its own tasks")
     names: dict[str, str | None] = {}
     for name in model.state_dict():
-        names[name] = None if name.startswith(RESIDUAL) else _renumbered(name, origins)
-    return names
+        names[name] = None if name.startswith(RESIDUAL) else _renumbered(name, origins.of_tasks)
+    # Shared tensors that the model lacks stay in the map, so that the loader refuses other options of the model.
+    own = tuple(f"{modules}." for modules in (*OF_TASK, "residual"))
+    return {name: name for name in trained if not name.startswith(own)} | names
 
 
 def _renumbered(name: str, origins: Sequence[int | None]) -> str | None:

@@ -97,13 +97,20 @@ def file_of(folder: Path, caption: str) -> Path:
     return folder / ("0.jpg" if number == "0" else f"{number}.png")
 
 
-def assert_latents_are_those_of_training(folder: Path, pipeline: TextLatentPipeline, data: PreparedData) -> None:
+def assert_latents_are_those_of_training(
+    folder: Path, pipeline: TextLatentPipeline, data: PreparedData, rounding: float = 0.0
+) -> None:
+    """``rounding``: relative difference allowed, such as that of the dtype in which latents are stored."""
     for part in (data.train, data.heldout):
         rows = part.batch(list(range(len(part))))["latent"]
         files = [file_of(folder, text) for text in part.texts]
-        assert torch.equal(pipeline.assets.normalise(pipeline.encode_pictures(files)), rows)
+        wanted = pipeline.assets.denormalise(rows)
+        latents = pipeline.encode_pictures(files)
+        torch.testing.assert_close(latents, wanted, rtol=max(rounding, 1e-6), atol=1e-5)
+        if not rounding:
+            assert torch.equal(pipeline.assets.normalise(latents), rows)
         opened = [Image.open(file) for file in files]
-        assert torch.equal(pipeline.assets.normalise(pipeline.encode_pictures(opened)), rows)
+        assert torch.equal(pipeline.encode_pictures(opened), latents)
 
 
 def test_the_latent_of_a_picture_is_that_of_its_training(
@@ -119,7 +126,8 @@ def test_the_latent_of_an_autoencoder_is_that_of_its_training(folder: Path, tmp_
     tiny.vae(4).save_pretrained(tmp_path / "vae")
     options = {"latents": "vae", "vae": str(tmp_path / "vae"), "size": 16, "patch": 2}
     pipeline, data = trained_on(folder, tmp_path / "cache", **options)
-    assert_latents_are_those_of_training(folder, pipeline, data)
+    # Convolutions of a batch and of a picture differ in the last bits on some CPUs, and latents are stored in half.
+    assert_latents_are_those_of_training(folder, pipeline, data, rounding=2**-9)
     (tmp_path / "vae").rename(tmp_path / "moved")
     with pytest.raises(UsageError, match=r"--vae '.*vae' cannot be loaded .* Hub id .* of a diffusers autoencoder"):
         pipeline.caption(folder / "1.png")

@@ -28,7 +28,7 @@ from accel_train.domains.pde.data.files import (
     join_files,
 )
 from accel_train.domains.pde.data.header import differences
-from accel_train.domains.pde.data.scales import TrainedScales
+from accel_train.domains.pde.data.scales import Origins, TrainedScales
 from accel_train.domains.pde.fields import Scale
 
 RANGE = (1e-35, 1e35)
@@ -167,9 +167,8 @@ class FieldData:
     """Record of the data that the resumed run has used before, if data.changed allows changes."""
     generated: bool = False
     """True: samples are drawn independently. False: those of files may be ordered, for example by a parameter."""
-    origins: tuple[int | None, ...] | None = None
-    """For each task, the index of the task of the initial weights whose modules it takes, or None for new modules.
-    None without weights that name their tasks."""
+    origins: Origins | None = None
+    """Where the modules of the start come from. None without weights that name their tasks."""
 
     @property
     def strides(self) -> dict[str, int]:
@@ -217,13 +216,13 @@ def build_field_data(
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
         _refuse_zeros(splits["heldout"][0].part.file, task, facts[name]["heldout"])
         tasks.append(task)
-    origins: tuple[int | None, ...] | None = None
+    origins: Origins | None = None
     if trained is not None:
         origins = trained.origins(tasks)
-        for origin, task in zip(origins, tasks, strict=True):
+        for origin, task in zip(origins.of_tasks, tasks, strict=True):
             of_scales += trained.notices(origin, task)
         # The weights were trained with these scales. Other data would give others.
-        tasks = [trained.task_for(task, origin) for task, origin in zip(tasks, origins, strict=True)]
+        tasks = [trained.task_for(task, origin) for task, origin in zip(tasks, origins.of_tasks, strict=True)]
     assets = FieldAssets(tuple(tasks))
     described = json.dumps([facts, _fingerprinted(assets), time_stride])
     digest = hashlib.sha256(described.encode())

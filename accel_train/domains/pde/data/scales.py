@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
@@ -30,6 +31,15 @@ NEW = "new"
 """Entry of ``init_tasks`` for a task with modules of its own, from initial values."""
 
 
+class Origins(NamedTuple):
+    """Where the modules of a start come from."""
+
+    of_tasks: tuple[int | None, ...]
+    """For each task, the index of the task of the initial weights whose modules it takes, or None for new modules."""
+    same_tasks: bool
+    """True if these are the tasks of the weights, in their order."""
+
+
 @dataclass(frozen=True)
 class TrainedScales:
     """Tasks that the weights a run starts from were trained on."""
@@ -45,8 +55,8 @@ class TrainedScales:
     def task_for(self, task: FieldTask, origin: int | None) -> FieldTask:
         """Return a task of the data with the normalisation of the weights, if it starts from its own modules there.
 
-        `origin` is from `origins`. Raises `UsageError` for a resume if the task differs in kind or shape from the one
-        in the checkpoint.
+        `origin` is of `Origins.of_tasks`. Raises `UsageError` for a resume if the task differs in kind or shape from
+        the one in the checkpoint.
         """
         trained = None if origin is None else self.tasks.tasks[origin]
         if trained is None or trained.name != task.name or (not self.resumes and _differences(trained, task, KIND)):
@@ -63,16 +73,16 @@ class TrainedScales:
             )
         return scaled
 
-    def origins(self, tasks: Sequence[FieldTask]) -> tuple[int | None, ...]:
-        """Return for each task the number of the trained one whose modules it starts from, None for new modules.
+    def origins(self, tasks: Sequence[FieldTask]) -> Origins:
+        """Choose the trained task whose modules each task starts from.
 
-        Without ``init_tasks``, a task starts from the trained one of its name. One of a new name starts from the first
-        of the same shapes that no other task starts from. Raises `UsageError` for a task whose modules have other
-        shapes than those of its name, or than those that ``init_tasks`` gives it.
+        Without ``init_tasks``, it is the trained task with the same name. A task with a new name starts from the first
+        one of the same shapes that no other task starts from, or else with new modules. Raises `UsageError` if the
+        shapes of a task differ from those of its name, or from those that ``init_tasks`` names for it.
         """
         names = [task.name for task in self.tasks.tasks]
         if self.resumes:
-            return tuple(range(len(names)))
+            return Origins(tuple(range(len(names))), same_tasks=True)
         wanted = self.init_tasks
         if wanted is None:
             wanted = tuple(task.name if task.name in names else "" for task in tasks)
@@ -85,7 +95,9 @@ class TrainedScales:
                 if chosen[place] is None:
                     free = (n for n, other in enumerate(self.tasks.tasks) if n not in chosen and _fits(task, other))
                     chosen[place] = next(free, None)
-        return tuple(chosen)
+        same_names = [task.name for task in tasks] == names and chosen == [*range(len(names))]
+        differ = any(_differences(*pair, KIND) for pair in zip(self.tasks.tasks, tasks, strict=False))
+        return Origins(tuple(chosen), same_names and not differ)
 
     def _refuse_other_shapes(self, own: FieldTask, trained: FieldTask) -> None:
         here, there = _shapes(own), _shapes(trained)
@@ -100,7 +112,7 @@ class TrainedScales:
     def notices(self, origin: int | None, own: FieldTask) -> Iterator[str]:
         """Yield notices about a task: where its modules come from, and differences in scales or grid.
 
-        `origin` is from `origins`. `own` is the task with the normalisation of its training files.
+        `origin` is of `Origins.of_tasks`. `own` is the task with the normalisation of its training files.
         """
         others = " ".join(task.name for task in self.tasks.tasks)
         if origin is None:

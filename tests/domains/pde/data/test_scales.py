@@ -23,6 +23,7 @@ from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader, write_fields
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
+from accel_train.domains.pde.data.scales import Origins
 
 HEADER = FieldHeader("heat", ("a",), 1, 0.5, "periodic", False)
 
@@ -122,20 +123,21 @@ def test_a_resume_needs_the_same_tasks(tmp_path: Path, trained: FieldData, tasks
 
 def test_tasks_of_a_new_run_start_from_those_of_their_name(tmp_path: Path, trained: FieldData) -> None:
     weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
-    assert prepare(tmp_path / "data", "wave", "heat", weights=weights).origins == (1, 0)
+    assert prepare(tmp_path / "data", "wave", "heat", weights=weights).origins == Origins((1, 0), same_tasks=False)
+    assert prepare(tmp_path / "data", "heat", "wave", weights=weights).origins == Origins((0, 1), same_tasks=True)
     data = prepare(tmp_path / "data", "wave", weights=weights)
-    assert (data.origins, data.tasks) == ((1,), trained.tasks[1:])
+    assert (data.origins, data.tasks) == (Origins((1,), same_tasks=False), trained.tasks[1:])
     write(tmp_path / "data", "cold", 7.0)
     # The one of its name is not free for another.
     data = prepare(tmp_path / "data", "cold", "heat", weights=weights)
-    assert data.origins == (1, 0)
+    assert data.origins == Origins((1, 0), same_tasks=False)
     assert data.tasks[0] == prepare(tmp_path / "data", "cold").tasks[0]
     assert data.notices[-1] == (
         f"cold: starts from the modules of wave in {tmp_path / 'old'}, with a normalisation of its own; --init_tasks "
         "chooses another task of heat wave, or new modules"
     )
     data = prepare(tmp_path / "data", "heat", "cold", "wave", weights=weights)
-    assert data.origins == (0, None, 1)
+    assert data.origins == Origins((0, None, 1), same_tasks=False)
     assert data.notices[-1] == (
         f"cold: starts with newly initialised modules of its own and with the shared blocks of {tmp_path / 'old'}, "
         "which was trained on heat wave"
@@ -150,11 +152,11 @@ def test_init_tasks_chooses_the_modules(tmp_path: Path, trained: FieldData) -> N
         config = PdeDataConfig(path=str(tmp_path / "data"), tasks=("heat", "cold"), time_stride=1)
         return prepare_pde(config, weights=weights, init_tasks=init_tasks)
 
-    assert start("heat", "heat").origins == (0, 0)
+    assert start("heat", "heat").origins == Origins((0, 0), same_tasks=False)
     own = prepare(tmp_path / "data", "heat", "cold")
     new = start("new", "wave")
     # A task with new modules has no reason to keep the scales of the old ones.
-    assert (new.origins, new.tasks) == ((None, 1), own.tasks)
+    assert (new.origins, new.tasks) == (Origins((None, 1), same_tasks=False), own.tasks)
     for wrong in (("heat",), ("heat", "cold")):
         with pytest.raises(UsageError, match=rf"--init_tasks {' '.join(wrong)}: .*one of heat wave, .* Give 2 of"):
             start(*wrong)
@@ -163,7 +165,7 @@ def test_init_tasks_chooses_the_modules(tmp_path: Path, trained: FieldData) -> N
     write(tmp_path / "data", "cold", boundary="dirichlet")
     with pytest.raises(UsageError, match=r"task cold would start from the modules of wave .* or --init_tasks with"):
         start("heat", "wave")
-    assert start("heat", "new").origins == (0, None)
+    assert start("heat", "new").origins == Origins((0, None), same_tasks=False)
 
 
 def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, trained: FieldData) -> None:
@@ -275,6 +277,11 @@ def test_a_start_from_other_tasks_takes_their_modules_by_name(tmp_path: Path) ->
     for name in ("heat", "wave"):
         write(tmp_path / "data", name)
     write(tmp_path / "data", "walls", boundary="dirichlet")
+    steady = replace(HEADER, task="still", dt=0.0)
+    draws = np.random.default_rng(0)
+    for split in ("train", "heldout"):
+        file = tmp_path / "data" / f"still_{split}.h5"
+        write_fields(file, steady, 6, [(draws.normal(size=(6, 1, 2, 1, 8)), draws.uniform(1, 2, (6, 1)))])
     places = ["--data.path", str(tmp_path / "data"), "--data.cache_dir", str(tmp_path / "cache")]
 
     def start(run: str, tasks: str, *more: str) -> dict[str, Any]:
@@ -285,10 +292,10 @@ def test_a_start_from_other_tasks_takes_their_modules_by_name(tmp_path: Path) ->
         return load_file(next((tmp_path / run).rglob("model.safetensors")))
 
     still = ("--optimizer.lr", "1e-30", "--seed", "5", "--max_steps", "1")
-    old = start("old", "heat wave", "--optimizer.lr", "0.01", "--max_steps", "1")
-    new = start("new", "walls wave heat", "--init_from", str(tmp_path / "old"), *still)
-    untrained = start("untrained", "walls wave heat", *still)
-    moved = {"1": "1", "2": "0"}
+    old = start("old", "heat wave still", "--optimizer.lr", "0.01", "--max_steps", "1")
+    new = start("new", "walls still wave heat", "--init_from", str(tmp_path / "old"), *still)
+    untrained = start("untrained", "walls still wave heat", *still)
+    moved = {"1": "2", "2": "1", "3": "0"}
     taken = 0
     for name, value in new.items():
         module = next((m for m in transfer.OF_TASK if name.startswith(f"{m}.")), None)
@@ -299,6 +306,9 @@ def test_a_start_from_other_tasks_takes_their_modules_by_name(tmp_path: Path) ->
         taken += there != name
         torch.testing.assert_close(value, old[there] if there else untrained[name], rtol=0, atol=1e-20)
     assert taken > 20
+    # What all tasks share may not be left out.
+    with pytest.raises(UsageError, match=r"the weights do not fit this model: .*operator\.blocks\.0\.[qk]_norm"):
+        start("other", "walls wave", "--init_from", str(tmp_path / "old"), "--model.no_qk_norm", *still)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -312,4 +322,11 @@ def test_a_residual_network_may_be_added_to_trained_weights(tmp_path: Path) -> N
     start = ["--output_dir", str(tmp_path / "new"), "--init_from", str(tmp_path / "old"), *residual]
     assert recipe.main([*words, *start]) == 0
     log = (tmp_path / "new" / "logs" / "rank_0.log").read_text()
-    assert "the residual network starts from initial values, not from" in log
+    fresh = "the residual network starts from initial values, not from"
+    assert fresh in log
+    # It is kept for the same task, and not for another one that starts from its modules.
+    write(tmp_path / "data", "wave")
+    for tasks, is_new in (("heat", False), ("wave", True)):
+        start = [f"--output_dir={tmp_path / tasks}", "--init_from", str(tmp_path / "new"), *residual]
+        assert recipe.main([*(word.replace("heat", tasks) if word == "heat" else word for word in words), *start]) == 0
+        assert (fresh in (tmp_path / tasks / "logs" / "rank_0.log").read_text()) == is_new
