@@ -171,8 +171,8 @@ def refuse_impossible(arguments: Mapping[str, object]) -> None:
         values = value if isinstance(value, list) else [value]
         if "" in values:
             raise UsageError(
-                f"{name}: '': empty text is refused, as it mostly comes of a variable that is not set; give a value, "
-                "or leave it out"
+                f"{name}: '': empty text is refused, because it usually comes from a variable that is not set; give a "
+                "value, or leave it out"
             )
         for text in filter(_is_text, values):
             if reason := too_long(text):
@@ -207,7 +207,7 @@ def too_long(path: str) -> str | None:
         # Any other error may be solved by creating what is missing.
         if error.errno == errno.ENAMETOOLONG:
             return (
-                f"{cut(path)} is refused: a path is required that the file system takes, mostly up to 255 bytes a "
+                f"{cut(path)} is refused: the path is too long for the file system; most accept up to 255 bytes per "
                 "name and 4095 in all"
             )
     return None

@@ -256,7 +256,7 @@ def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) ->
         return min(sizes), [smaller.notice(expand_path(config.output_dir))]
     if config.micro_batch_is_auto:
         return min(sizes), [
-            f"micro_batch_size: {min(sizes)} (auto: all that a process has of {config.global_batch_size} samples; "
+            f"micro_batch_size: {min(sizes)} (auto: a process's whole share of {config.global_batch_size} samples; "
             "halved if a step runs out of memory)"
         ]
     return min(sizes), []
@@ -304,7 +304,7 @@ def _refuse_measuring_after(config: ExperimentConfig, run: Run) -> None:
     named = f"--batch_schedule.steps {' '.join(map(str, steps))} --batch_schedule.sizes {' '.join(map(str, sizes))}"
     raise UsageError(
         f"batch_schedule.noise_factor: {asked}: by step {checkpoint.step} batch_schedule.steps had led to "
-        f"{reached[-1]} samples per step, and a measurement would begin with global_batch_size "
+        f"{reached[-1]} samples per step, but a measurement would begin with global_batch_size "
         f"{config.global_batch_size} again; leave out the options of the noise and give {named}, or train a new run "
         f"from these weights in an unused --output_dir, with --init_from {shlex.quote(str(checkpoint.path))} "
         f"--global_batch_size {reached[-1]}"

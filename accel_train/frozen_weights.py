@@ -65,8 +65,8 @@ def resolve_base(
     is_embedded = checkpoint is not None and "base" not in checkpoint.manifest
     if option == "reference" and is_embedded:
         raise UsageError(
-            f"checkpoints.base: reference, and {run.directory} holds its frozen weights in its checkpoints; "
-            "leave the option out, or start a new run"
+            f"checkpoints.base: reference, but the checkpoints of {run.directory} contain its frozen weights; leave "
+            "the option out, or start a new run"
         )
     # Checkpoints of one run are alike: a resume continues as the first start began.
     if option == "embed" or is_embedded:
@@ -91,18 +91,18 @@ def offload_frozen(accelerator: Accelerator, run: Run, model: nn.Module, compile
     """
     if run.base is None:
         raise UsageError(
-            "offload_frozen: checkpoints would hold the frozen weights (checkpoints.base embed, or a model without a "
-            "base), and they are not on the device; give a base and leave checkpoints.base out"
+            "offload_frozen: checkpoints would contain the frozen weights (checkpoints.base embed, or a model without "
+            "a base), but they are not on the device; give a base and leave checkpoints.base out"
         )
     return offload_frozen_blocks(model, accelerator.device, strategy_of(accelerator), compile_mode)
 
 
 def _refuse_without_base(frozen: list[nn.Parameter], base: PretrainedBase | None) -> None:
     if not frozen:
-        raise UsageError("checkpoints.base: reference, and the model has no frozen parameter; leave it out")
+        raise UsageError("checkpoints.base: reference, but the model has no frozen parameter; leave it out")
     if base is None:
         raise UsageError(
-            "checkpoints.base: reference, and the frozen parameters of this model come from no files; use embed"
+            "checkpoints.base: reference, but the frozen parameters of this model do not come from files; use embed"
         )
 
 
@@ -110,7 +110,7 @@ def _refuse_narrow(precision: Precision, frozen: list[nn.Parameter]) -> None:
     narrow = {str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype in NARROW}
     if narrow and precision == "fp32":
         raise UsageError(
-            f"precision: fp32, and the frozen weights are {', '.join(sorted(narrow))}, which cannot be multiplied with "
+            f"precision: fp32, but the frozen weights are {', '.join(sorted(narrow))}, which cannot be multiplied with "
             "fp32 activations; use --precision bf16, or load the base in fp32"
         )
 
@@ -130,8 +130,8 @@ def _refuse_quantised(
         )
     if base is None or option == "embed":
         raise UsageError(
-            f"checkpoints.base: {option}, and the frozen weights are quantised ({', '.join(quantised)}): checkpoints "
-            "can name the files that they come from, not hold them; leave the option out, and give the model a base"
+            f"checkpoints.base: {option}, but the frozen weights are quantised ({', '.join(quantised)}): checkpoints "
+            "can name the files that they come from, not contain them; leave the option out, and give the model a base"
         )
 
 
@@ -141,7 +141,7 @@ def _refuse_rounding(accelerator: Accelerator, precision: Precision, frozen: lis
     if strategy.startswith("zero") and precision != "fp32" and any(p.dtype == torch.float32 for p in frozen):
         raise UsageError(
             f"precision: {precision} under {strategy} rounds the fp32 frozen weights, which checkpoints would then "
-            f"hold rounded; load them in {precision}, give the model a base (checkpoints.base: reference), or use "
+            f"contain rounded; load them in {precision}, give the model a base (checkpoints.base: reference), or use "
             "--precision fp32"
         )
 
@@ -158,8 +158,7 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
     for other in references:
         if any(other.get(part) != references[0].get(part) for part in ("files", "definition")):
             raise UsageError(
-                f"the base {base.source}: the hosts have different files; bring {base.directory} up to date on all of "
-                "them"
+                f"the base {base.source}: the hosts have different files; make {base.directory} the same on all of them"
             )
     return references[0]
 

@@ -213,7 +213,7 @@ def _share(leader: int, model: nn.Module) -> Built:
         return built._replace(offer=_write(built, model, (model, places, torch.get_rng_state())))
     # Pickle and third-party modules may raise anything.
     except Exception as error:
-        details(logger, f"every process builds the model, which cannot be handed on: {type(error).__name__}: {error}")
+        details(logger, f"every process builds the model, because it cannot be shared: {type(error).__name__}: {error}")
         os.close(descriptor)
         return Built(leader, None)
 
@@ -303,7 +303,9 @@ def _take(leader: int, offer: Offer | None) -> tuple[nn.Module, Built] | None:
         torch.set_rng_state(random_state)
     # Pickle and third-party modules may raise anything, and a container may hide the files of other processes.
     except Exception as error:
-        details(logger, f"this process builds the model, which it cannot take over: {type(error).__name__}: {error}")
+        details(
+            logger, f"this process builds the model, because it cannot be taken over: {type(error).__name__}: {error}"
+        )
         return None
     return model, Built(leader, offer, places)
 
@@ -324,7 +326,7 @@ def _open(offer: Offer) -> _Unpickler:
     with open(offer.path, "rb") as file:
         # Process ids are reused.
         if file.read(NONCE_BYTES) != offer.nonce:
-            raise OSError(f"{offer.path} is not the memory of the weights: another process has this number here")
+            raise OSError(f"{offer.path} is not the memory of the weights: another process has this process id here")
         file.seek(offer.weights)
         return _Unpickler(io.BytesIO(file.read(offer.rest)), _map(file.fileno(), offer))
 

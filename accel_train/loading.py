@@ -107,8 +107,8 @@ def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:
         return
     if not hasattr(pipeline, "attach"):
         raise UsageError(
-            f"adapters {', '.join(adapters)}: {type(pipeline).__name__} takes none; a language model does, "
-            "and a run of adapters does on pictures"
+            f"adapters {', '.join(adapters)}: {type(pipeline).__name__} takes no adapters; language models do, and "
+            "runs of adapters on pictures"
         )
     adaptable: Adaptable = pipeline
     adaptable.attach({name: _find_adapter(name, place) for name, place in adapters.items()})
@@ -135,8 +135,8 @@ def find(place: Place) -> Path:
     path = expand_path(place)
     if path.name.startswith(names.UNFINISHED):
         raise UsageError(
-            f"{path}: is unfinished or half-deleted, and nothing vouches for its files; name a checkpoint or an export "
-            "beside it, or the run"
+            f"{path}: is unfinished or half-deleted, so its files cannot be trusted; give another checkpoint or "
+            "export, or the run"
         )
     is_export = any((path / file).is_file() for file in (*DESCRIPTIONS, EXPORTED_OPTIONS))
     # A checkpoint has config.json too, and is told from an export by its name or its manifest.
@@ -164,9 +164,10 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
     match = ALLOWED.fullmatch(named) if isinstance(named, str) else None
     if match is None:
         raise UsageError(
-            f"{_description_file(directory)}: names the pipeline {str(named)[:100]!r}, which is none of this package, "
-            "and a folder is not allowed to have code imported. If the model is of your own recipe, pass the class, as "
-            "in load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with --recipe"
+            f"{_description_file(directory)}: names the pipeline {str(named)[:100]!r}, which is not part of this "
+            "package, and a folder is not allowed to have other code imported. If the model is of your own recipe, "
+            "pass the class, as in load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with "
+            "--recipe"
         )
     module, _, name = named.partition(":")
     pipeline: Any = None

@@ -224,7 +224,7 @@ class Training:
         if self.done < self.opened.max_steps and not self._ended:
             raise RuntimeError(
                 f"step {self.done}: the loop over training was left before its last step, {self.opened.max_steps}, so "
-                "nothing saves this one; call training.end() in place of the break or return, on every process at the "
+                "nothing saves this one; call training.end() instead of the break or return, on every process at the "
                 "same step: it saves the step and ends the loop"
             )
         self._end_step()

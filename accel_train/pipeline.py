@@ -205,7 +205,7 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
         raise UsageError(f"{option} {file}: cannot be read ({error}); a file in UTF-8 is required") from None
     filled = [line for line in lines if line.strip()]
     if not filled:
-        raise UsageError(f"{option} {file}: holds no line with text; one text per line is required")
+        raise UsageError(f"{option} {file}: contains no line with text; one text per line is required")
     return filled
 
 

@@ -359,7 +359,7 @@ FILES = [
     Row(
         "I32-long",
         "{}/c.yaml",
-        r"c\.yaml:1:1: output_dir: 'n{40}'\.\.\. \(300 characters\) is refused: a path is required .*255 bytes",
+        r"c\.yaml:1:1: output_dir: 'n{40}'\.\.\. \(300 characters\) is refused: the path is too long .*255 bytes",
         prepare=write("c.yaml", f"output_dir: {'n' * 300}"),
     ),
     Row("I32-long-data", f"--data.path {'n' * 300}.txt", r"data\.path: 'n{40}'\.\.\. \(304 characters\) is refused"),
@@ -469,7 +469,7 @@ PATHS = [
 ]
 
 DATA = [
-    Row("I45-empty", "--data.path {}/bad.jsonl", r"holds no usable text", prepare=jsonl()),
+    Row("I45-empty", "--data.path {}/bad.jsonl", r"contains no usable text", prepare=jsonl()),
     Row("I45-one", "--data.path {}/bad.jsonl", r"at least 1 and 2 are required", prepare=jsonl({"text": "one two"})),
     Row(
         "I45-few",

@@ -96,7 +96,9 @@ def test_a_folder_has_no_code_imported(named: Any, tmp_path: Path, monkeypatch: 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"format": 1, "pipeline": named}))
-    with pytest.raises(UsageError, match=r"which is none of this package.*pass the class, as in load\(place, pipeline"):
+    with pytest.raises(
+        UsageError, match=r"which is not part of this package.*pass the class, as in load\(place, pipeline"
+    ):
         accel_train.load(folder)
     assert "strangers_module" not in sys.modules
 
@@ -156,7 +158,7 @@ def test_a_pipeline_of_your_own_is_passed_and_not_named(tmp_path: Path) -> None:
     description = describe(own, MMDiTConfig(), objective={}, sampler={}, normalisation={}, units={}, card={})
     commit_checkpoint(tmp_path / "run", torch.nn.Linear(1, 1), description, Path.mkdir)
     assert isinstance(accel_train.load(tmp_path / "run", pipeline=own), Doubler)
-    with pytest.raises(UsageError, match=r"tests\.test_loading:Doubler', which is none of this package"):
+    with pytest.raises(UsageError, match=r"tests\.test_loading:Doubler', which is not part of this package"):
         accel_train.load(tmp_path / "run")
 
 

@@ -198,11 +198,11 @@ def single_options(a: Options, b: Options) -> list[tuple[str, tuple[str, ...]]]:
     names = [name for name in differing if name not in skipped and not name.startswith("hub.")]
     # Differences in EQUAL are refused later, with an error of their own.
     if not names and not set(EQUAL).intersection(differing):
-        raise UsageError("--ablate: the two configs have the same options; there is nothing to take apart")
+        raise UsageError("--ablate: the two configs have the same options; there is nothing to ablate")
     options: list[tuple[str, tuple[str, ...]]] = []
     for name in names:
         if name not in a or name not in b:
-            raise UsageError(f"--ablate: {name} is an option in one of the two only; give it in both")
+            raise UsageError(f"--ablate: {name} is an option in only one of the two; give it in both")
         options.append((f"{name}: {a[name]!r} -> {b[name]!r}", (f"--{name}", *_words(b[name]))))
     return options
 
@@ -226,7 +226,7 @@ def _read_vary(text: str, config: Options) -> tuple[str, list[str]]:
     options = [option for option in config if option != "output_dir"]
     if key not in options:
         hint = did_you_mean(nearest_option(key, options))
-        raise UsageError(f"--vary {key}: no option that can be varied{hint}; the recipe's --print_config names all")
+        raise UsageError(f"--vary {key}: not an option that can be varied{hint}; the recipe's --print_config names all")
     return key, values
 
 
@@ -247,7 +247,7 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     flags = _requested_flags(request)
     for name, value in flags.items():
         if name == key or {name, key} == set(EXCLUSIVE):
-            raise UsageError(f"--{name} {value} and --vary {key}: they set the same thing; leave --{name} out")
+            raise UsageError(f"--{name} {value} and --vary {key}: both set the same thing; leave --{name} out")
         if name not in config:
             raise UsageError(f"--{name} {value}: the recipe has no option {name}; leave it out")
     for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):  # a preset may set the other one
@@ -267,7 +267,7 @@ def _words_of_shell(flag: str, name: str, value: str) -> list[str]:
         return shlex.split(value)
     except ValueError as error:
         raise UsageError(
-            f"--{flag} {name}={value}: {error}; values are divided into words as in a shell: quote the quote"
+            f"--{flag} {name}={value}: {error}; values are split into words as in a shell: quote the quotation mark"
         ) from None
 
 

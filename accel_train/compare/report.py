@@ -177,7 +177,7 @@ def _vary_table(result: Result) -> list[str]:
     # A star instead of words, because the table has a column for each value.
     note = "* differs from the first value: the interval of the ratio excludes 1, or that of the difference 0"
     if _is_of_seeds(result):
-        note = "a row shows how far the seeds lie apart"
+        note = "a row shows how far apart the seeds are"
     return [f"{result.plan.key}; {note}", "", *_aligned(rows), "", *_speed_lines(result), *best_lines(result)]
 
 
@@ -216,7 +216,7 @@ def best_lines(result: Result) -> list[str]:
             close.append(names[index])
     line = f"best throughput: {names[best]}, {_short(medians[best])} samples per second"
     if close:
-        line += f"; not told apart from {', '.join(close)}"
+        line += f"; indistinguishable from {', '.join(close)}"
     return [line]
 
 
@@ -227,7 +227,7 @@ def _notes(result: Result) -> list[str]:
         notes.append(
             f"{EQUAL_TIME} is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
         )
-    seeds = ", of one seed like the evaluation: another seed moves them"
+    seeds = ", of one seed, as is the evaluation: another seed changes them"
     if _is_of_seeds(result):
         seeds = ""
     notes.append(
@@ -253,8 +253,8 @@ def _interval_note(result: Result) -> str:
         return f"medians of {count} rounds with bootstrap {LEVEL:.0%} intervals over the rounds"
     if count > 1:
         return (
-            f"medians of {count} rounds; with so few an interval is the range of the rounds, which holds the true "
-            f"median in {coverage_of_range(count):.0%} of cases; {ROUNDS_FOR_LEVEL} rounds make it "
+            f"medians of {count} rounds; with so few, an interval is the range of the rounds, which contains the true "
+            f"median in {coverage_of_range(count):.0%} of cases; {ROUNDS_FOR_LEVEL} rounds raise this to "
             f"{coverage_of_range(ROUNDS_FOR_LEVEL):.0%}"
         )
     values = result.values[0]

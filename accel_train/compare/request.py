@@ -37,7 +37,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
-            raise UsageError(f"--rounds {self.rounds}: at least 1 is required; 5 give an honest interval")
+            raise UsageError(f"--rounds {self.rounds}: at least 1 is required; 5 give a reliable interval")
         if not 0 <= self.tolerance < float("inf"):
             raise UsageError(f"--tolerance {self.tolerance}: a number from 0 up is required, such as 1e-5")
         if self.max_steps is not None and self.max_epochs is not None:
@@ -45,7 +45,9 @@ class Request:
                 f"--max_steps {self.max_steps} and --max_epochs {self.max_epochs}: a run ends once; give one of the two"
             )
         if self.ablate and self.vary is not None:
-            raise UsageError(f"--ablate and --vary {self.vary}: one takes two configs, the other one; leave one out")
+            raise UsageError(
+                f"--ablate and --vary {self.vary}: the first takes two configs, the second one; leave one of them out"
+            )
         sources = f"{len(self.sources)} preset(s) or file(s) given ({', '.join(self.sources)})"
         if self.vary is not None and len(self.sources) != 1:
             raise UsageError(f"{sources}; --vary takes one")

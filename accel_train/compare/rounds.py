@@ -121,7 +121,7 @@ def refuse_changed_options(earlier: Sequence[Run], run: Run) -> None:
         if name not in MAY_DIFFER and name in before and before[name] != value:
             raise UsageError(
                 f"{name}: {before[name]!r} in {earlier[0].directory}, {value!r} in {run.directory}: the config of "
-                f"{run.letter} has changed while the comparison ran; leave it as it is until the end, and compare again"
+                f"{run.letter} has changed while the comparison ran; do not change it until the end, and compare again"
             )
 
 

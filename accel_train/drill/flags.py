@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser, *, behind: bool = False) -> None:
     """Add the command's own flags. With ``behind``, for those after the recipe, ``--faults`` takes several words."""
     # In front of the recipe, a list of words would end with the recipe itself.
     several = {"nargs": "+", "action": "extend"} if behind else {"action": "append"}
-    text = "inject these only; behind the recipe NAME NAME, before it NAME,NAME; default: all"
+    text = "inject only these: NAME NAME after the recipe, NAME,NAME before it; default: all"
     parser.add_argument("--faults", metavar="NAME", help=text, **several)  # pyright: ignore[reportArgumentType]
     # A step of a large model takes long on a CPU, so there are few.
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run; default: 8")
@@ -63,7 +63,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     flags, rest = flags_behind("drill", partial(add_flags, behind=True), words, earlier)
     if flags.steps < FEWEST_STEPS:
         raise UsageError(
-            f"--steps {flags.steps}: at least {FEWEST_STEPS} are required, for two saves with steps between and behind "
+            f"--steps {flags.steps}: at least {FEWEST_STEPS} are required, for two saves with steps between and after "
             "them; give --steps 8"
         )
     _require_above_zero("mtbf_hours", flags.mtbf_hours, "hours between failures", "--mtbf_hours 24")

@@ -155,7 +155,7 @@ def _of_the_end(fault: Fault, struck: Ended) -> list[str]:
         return []
     asked = struck.steps("fault")
     if fault.ending == "stopped" and steps_done(struck) > asked[0] + STEPS_TO_STOP:
-        return [f"asked to stop after step {asked[0]}, the run went on to step {steps_done(struck)}"]
+        return [f"asked to stop after step {asked[0]}, the run continued to step {steps_done(struck)}"]
     expected = CODES[fault.ending]
     if struck.code != expected:
         return [f"exit code {expected} was expected: {said}"]
@@ -180,7 +180,7 @@ def _of_the_resume(fault: Fault, sizes: Sizes, found: Found, resumed: Ended, beg
         return [f"the same command again ended with exit code {resumed.ending}\n{resumed.last_lines}"]
     problems: list[str] = []
     if begun != found.newest:
-        problems.append(f"the same command went on from step {begun}, although step {found.newest} is committed")
+        problems.append(f"the same command continued from step {begun}, although step {found.newest} is committed")
     if fault.action in ("kill", "hang") and found.newest != sizes.save_every:
         problems.append(f"the newest checkpoint is of step {found.newest}; one of step {sizes.save_every} was due")
     return problems
@@ -208,11 +208,11 @@ def _of_the_bits(compared: Compared) -> list[str]:
     first = next((row for row in compared.rows if row.differing), None)
     if first is not None:
         problems.append(
-            f"other losses than the undisturbed run, first in step {first.step} ({', '.join(first.differing)}): state "
-            "outside of the checkpoint, or reset after the restore; `accel-train verify` looks for the cause"
+            f"losses differ from the undisturbed run, first in step {first.step} ({', '.join(first.differing)}): state "
+            "is outside the checkpoint, or is reset after the restore; `accel-train verify` looks for the cause"
         )
     if not compared.weights.identical:
-        problems.append("; ".join(["other final weights than the undisturbed run", *compared.weights.lines]))
+        problems.append("; ".join(["final weights differ from the undisturbed run", *compared.weights.lines]))
     return problems
 
 

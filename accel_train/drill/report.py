@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 WIDTH = 110
 SCHEMA = 1
 ELSEWHERE = (
-    "Figures measured here are of this machine, a small batch and few steps; a real machine's step and save differ. "
-    "Give its own with --step_seconds and --save_seconds (docs/drill.md)."
+    "Times measured here are those of this machine, a small batch and few steps; on a real machine they differ. Give "
+    "its times with --step_seconds and --save_seconds (docs/drill.md)."
 )
 HEADER = ("fault", "verdict", "exit", "resumed from", "steps lost", "seconds lost", "losses", "weights")
 

@@ -61,8 +61,8 @@ class Source:
         for node in self.tree.body:
             if not _is_understood(node):
                 raise NotSelfContainedError(
-                    f"{self.name}, line {node.lineno}: {shown(node)!r} is no import, function, class or assignment to "
-                    "one name, and the file would lack it"
+                    f"{self.name}, line {node.lineno}: {shown(node)!r} is not an import, function, class or assignment "
+                    "to one name, so the file would lack it"
                 )
 
     @cached_property

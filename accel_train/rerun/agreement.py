@@ -215,6 +215,6 @@ def _difference(a: float, b: float) -> str:
 def allowed_lines(reasons: Sequence[str], tolerance: float) -> list[str]:
     """Return lines about why bits may differ, and how far apart values may be."""
     return [
-        f"other bits are allowed: {'; '.join(reasons)}",
+        f"different bits are allowed: {'; '.join(reasons)}",
         f"tolerance: {tolerance:g}, relative to each loss and gradient norm and to the norm of the weights",
     ]

@@ -77,7 +77,7 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         default=1e-5,
-        help="largest relative difference on another layout, machine or version; on the same one every bit counts",
+        help="largest relative difference on another layout, machine or version; on the same one every bit must match",
     )
 
 
@@ -87,5 +87,5 @@ def _add_branch(branch: argparse.ArgumentParser) -> None:
     branch.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,  # also takes the flags of the recipe
-        help="--at STEP, --steps N and options to change, such as --optimizer.lr 3e-4; --help behind RUN lists all",
+        help="--at STEP, --steps N and options to change, such as --optimizer.lr 3e-4; --help after RUN lists all",
     ).required = False

@@ -159,7 +159,7 @@ def _checkpoint_at(run: RecordedRun, step: int) -> Checkpoint:
         steps = [str(step) for step, _ in run.checkpoints]
         refused = "".join(f"\n  refused: {reason}" for reason in reasons)
         raise UsageError(
-            f"--at {step}: {run.directory} has no checkpoint at or before that step from which it can go on; it has "
+            f"--at {step}: {run.directory} has no checkpoint at or before that step from which it can continue; it has "
             f"{shortened(steps, 12)}{refused}"
         )
     for reason in reasons:
@@ -174,7 +174,10 @@ def _last_step(run: RecordedRun, start: int, steps: int | None) -> int:
     # which then ends where its log does.
     last = run.saved["experiment"].get("max_steps") or run.last_step
     if last <= start:
-        raise UsageError(f"--steps: the run ends at step {last}, where the branch begins; say how far it continues")
+        raise UsageError(
+            f"--steps: the run ends at step {last}, where the branch begins; give the number of steps to train from "
+            "there"
+        )
     return last
 
 
@@ -208,7 +211,9 @@ def _directory(fork: _Fork, given: str | None) -> Path:
         directory = expand_path(given)
     # Resolved: a link must not lead back into the run.
     if directory.resolve().is_relative_to(parent.resolve()):
-        raise UsageError(f"--output_dir {directory}: lies in the run itself, which is never changed; give another one")
+        raise UsageError(
+            f"--output_dir {directory}: is inside the run itself, which is never changed; give another one"
+        )
     if (directory / RUN_FILE).exists():
         _refuse_other_branch(fork, directory, fork.changed)
     return directory
@@ -230,7 +235,8 @@ def _refuse_other_branch(fork: _Fork, directory: Path, changed: Mapping[str, Any
         others.insert(0, f"its parent is {parent.get('run_id')} at {parent.get('checkpoint')}")
     if others:
         raise UsageError(
-            f"--output_dir {directory}: holds another run ({'; '.join(others)}); give an unused directory, or delete it"
+            f"--output_dir {directory}: contains another run ({'; '.join(others)}); give an unused directory, or "
+            "delete it"
         )
 
 
@@ -238,7 +244,7 @@ def _describe(fork: _Fork, directory: Path) -> list[str]:
     step = fork.checkpoint.step
     lines = [f"run {fork.run.run_id}: {fork.run.directory}"]
     if step < fork.at:
-        lines.append(f"no checkpoint of step {fork.at}: the branch leaves at step {step}, the newest one before")
+        lines.append(f"no checkpoint of step {fork.at}: the branch forks at step {step}, the newest one before it")
     before = flatten(fork.options)
     texts = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in fork.changed.items()]
     lines.append(f"changed from step {step + 1} on: {', '.join(texts) or 'nothing'}")
@@ -300,7 +306,7 @@ def _unusable_as_control(fork: _Fork) -> str | None:
         for name, value in flatten(record.options).items():
             # Options that change no result may differ from the branch's.
             if name in wanted and wanted[name] != value and not is_covered(name, fork.free):
-                return f"the run went on with {name} {value!r}"
+                return f"the run continued with {name} {value!r}"
     return None
 
 

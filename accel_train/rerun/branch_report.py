@@ -90,7 +90,7 @@ def _has(line: Line, name: str) -> bool:
 def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
     """Return the differences as lines, with the interval of unpaired runs beside the paired one."""
     if not rows:
-        return [f"no number in the logs of both at the same step from {start + 1} to {last}: nothing is compared"]
+        return [f"no number was logged by both at the same step from {start + 1} to {last}: nothing is compared"]
     # Baselines and counts of samples are metrics too, and would fill the table.
     differing = [row for row in rows if not row.found.equal or row.metric == "loss"]
     equal = [row.metric for row in rows if row not in differing]

@@ -59,9 +59,9 @@ def receipt_file(given: str | None, default: str) -> Path:
     if path.is_dir():
         raise UsageError(f"{place}: is a directory; give the name of a file, such as {path / default}")
     if not path.parent.is_dir():
-        raise UsageError(f"{place}: {path.parent} is no directory; make it, or give another file")
+        raise UsageError(f"{place}: {path.parent} is not a directory; create it, or give another file")
     if os.path.lexists(path) and not _is_receipt(path):
-        raise UsageError(f"{place}: exists and is no receipt of accel-train; give another file")
+        raise UsageError(f"{place}: exists and is not a receipt of accel-train; give another file")
     refuse_unusable_folder(place, path.parent)
     return path
 

@@ -245,7 +245,9 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     # The last start, because a run may have been moved to another recipe's path.
     named = Path(str(files[-1]))
     if named.stem not in recipe_names():
-        raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; {_remedy(named)}")
+        raise UsageError(
+            f"{run.place}: was trained by {named}, which is not a recipe of this package; {_remedy(named)}"
+        )
     # Compared by content: `accel-train init` copies recipes to be changed under the same name.
     bundled = folder("recipes") / named.name
     if named.is_file() and named.read_bytes() != bundled.read_bytes():
@@ -259,7 +261,7 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
 def _remedy(named: Path) -> str:
     if named.is_file():
         return f"give --recipe {named}"
-    return "the file is no longer there: give the file that it is now with --recipe"
+    return "the file no longer exists: if it has moved, give its new path with --recipe"
 
 
 def name_of(recipe: Path) -> str:

@@ -52,7 +52,7 @@ class Request:
             raise UsageError(f"--steps {self.steps}: two step numbers are required, as in --steps 400:420")
         first, last = int(match[1]), int(match[2])
         if first >= last:
-            raise UsageError(f"--steps {self.steps}: holds no step; the second number must be the larger one")
+            raise UsageError(f"--steps {self.steps}: contains no step; the second number must be the larger one")
         return first, last
 
 
@@ -142,13 +142,13 @@ def _beginning(run: RecordedRun, first: int) -> tuple[Checkpoint | None, list[st
     steps = [str(step) for step, _ in run.checkpoints]
     remedy = ", or --steps 0:N for a replay from the beginning"
     if first == 0 and changed:
-        remedy = f" (its beginning had other options, which it no longer has: {', '.join(changed)})"
+        remedy = f" (it began with other options, which it no longer has: {', '.join(changed)})"
     elif origin or changed:
         remedy = ""
     refused = "".join(f"\n  refused: {reason}" for reason in reasons)
     raise UsageError(
-        f"--steps {first}:...: {run.directory} has no checkpoint at or before step {first} from which it can go on; it "
-        f"has {shortened(steps, 12)}; begin at one of these{remedy}{refused}"
+        f"--steps {first}:...: {run.directory} has no checkpoint at or before step {first} from which it can continue; "
+        f"it has {shortened(steps, 12)}; begin at one of these{remedy}{refused}"
     )
 
 

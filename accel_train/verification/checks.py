@@ -251,24 +251,24 @@ CHECKS = (
         "two processes (DDP), against one",
         ("two_processes",),
         _agrees("two_processes"),
-        "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which "
+        "A draw, a weight or a count depends on the rank: key draws by the sample, multiply by batch['weight'], which "
         "is 0 for a repeated sample. Or the loss of a sample depends on the others of its micro-batch, as with "
-        "accumulation. Or a forward stands outside of the loop over the window, which reduces too early.",
+        "accumulation. Or a forward is outside the loop over the window, so gradients are reduced too early.",
     ),
     Check(
         "fsdp2",
         "two processes (FSDP2), against one",
         ("fsdp2",),
         _agrees("fsdp2"),
-        "As with two_processes, or the loss reads a parameter outside of the forward, or a forward runs with other "
-        "parameters in place of the module's (functional_call), which FSDP2 undoes.",
+        "As with two_processes, or the loss reads a parameter outside the forward, or a forward runs with other "
+        "parameters instead of the module's (functional_call), which FSDP2 undoes.",
     ),
     Check(
         "zero2",
         "two processes (ZeRO-2), against one",
         ("zero2",),
         _agrees("zero2"),
-        "As with two_processes; a wrong optimizer state alone means another clip.",
+        "As with two_processes; if only the optimizer state is wrong, gradients are clipped differently.",
     ),
     Check(
         "launch_file",
@@ -282,14 +282,14 @@ CHECKS = (
         "learning rate of each step, on each layout",
         ("two_processes",),
         _learning_rate,
-        "The schedule counts something else than optimizer steps: set the rate by opened.learning_rate_factor(step).",
+        "The schedule counts something other than optimizer steps: set the rate by opened.learning_rate_factor(step).",
     ),
     Check(
         "sample_order",
         "samples of a micro-batch reversed",
         ("reversed",),
         _agrees("reversed"),
-        "A draw belongs to the place in the micro-batch: key it by batch['occurrence'] with accel_train.rng.",
+        "A draw depends on the place in the micro-batch: key it by batch['occurrence'] with accel_train.rng.",
     ),
     Check(
         "unkeyed_draws",
@@ -304,7 +304,7 @@ CHECKS = (
         "the same run twice",
         ("again",),
         _has_the_bits("again"),
-        "The run depends on the clock, the process or memory: a seed of its own, or a kernel without a fixed order.",
+        "The run depends on the clock, the process or memory: it draws its own seed, or a kernel has no fixed order.",
     ),
     Check(
         "resume",
@@ -325,9 +325,9 @@ CHECKS = (
         "a gradient for each trained parameter",
         (),
         _gradient_paths,
-        "These keep their initial values: a detach, a no_grad, or a module that the loss does not use. Behind a layer "
+        "These keep their initial values: a detach, a no_grad, or a module that the loss does not use. After a layer "
         "whose weights begin at 0, or in a later stage of training, the gradient comes later: give more --steps. A "
-        "term with the coefficient 0 gives none.",
+        "term with coefficient 0 has no gradient.",
     ),
     Check(
         "optimizer_groups",
@@ -348,7 +348,7 @@ CHECKS = (
         "gradient reductions in a step (DDP)",
         ("two_processes",),
         _reductions,
-        "More traffic than needed: forward and backward both belong inside the loop over the window.",
+        "More communication than needed: forward and backward both belong inside the loop over the window.",
     ),
     Check(
         "first_step",

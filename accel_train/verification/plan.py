@@ -60,7 +60,7 @@ def refuse_given(arguments: Sequence[str], names: Collection[str], command: str)
     them = "it" if len(given) == 1 else "them"
     remedies = [f"leave {them} out"] if given != ["max_steps"] else []
     if "max_steps" in given:
-        remedies.append("give --steps N in place of --max_steps")
+        remedies.append("give --steps N instead of --max_steps")
     raise UsageError(f"{listed}: `accel-train {command}` sets {them} in each of its runs; {', and '.join(remedies)}")
 
 
@@ -96,8 +96,8 @@ def choose_whole_sizes(options: Mapping[str, Any], arguments: Sequence[str], ste
         batch = max(2, min(batch, LARGEST_BATCH) // 2 * 2)
     if batch % 2:
         raise UsageError(
-            f"global_batch_size: {batch} with --one_micro_batch: an even number is required, or one of two processes "
-            "has a sample more; give an even one, or leave it out"
+            f"global_batch_size: {batch} with --one_micro_batch: an even number is required, or one of the two "
+            "processes has one more sample; give an even one, or leave it out"
         )
     return Sizes(steps, steps // 2, batch, None, None, is_whole=True)
 

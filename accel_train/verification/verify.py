@@ -38,7 +38,7 @@ FEWEST_STEPS = 4
 READ_HERE = ("global_batch_size", "micro_batch_size", "optimizer.max_grad_norm", "schedule.kind", "sync", "precision")
 LAYOUTS = ("accumulated", "ragged", "two_processes", "fsdp2", "zero2", "launch_file", "reversed")
 """Runs compared within rounding, by the tolerances of fp32."""
-COMPILES = "DeepSpeed compiles its CPU communication first, unless this machine has it: a minute or more"
+COMPILES = "DeepSpeed first compiles its CPU communication, unless this machine already has it: a minute or more"
 _CLIPPED = frozenset(LAYOUTS) - {"reversed"}
 """Runs that would show a different clip, if the clip acts."""
 
@@ -77,7 +77,7 @@ def _chosen(request: Request) -> list[Check]:
     if request.steps < FEWEST_STEPS or request.steps % 2:
         raise UsageError(
             f"--steps {request.steps}: an even number, at least {FEWEST_STEPS}, is required, with as many steps before "
-            "the save in the middle as behind it; give --steps 6"
+            "the save in the middle as after it; give --steps 6"
         )
     plan.refuse_options_set_here(request.arguments)
     names = [check.name for check in CHECKS]

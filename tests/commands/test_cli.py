@@ -75,7 +75,7 @@ def test_a_path_that_no_file_system_takes_is_refused(monkeypatch: pytest.MonkeyP
         "write": ["plan", "mmdit", "base", "--gpus", "1", "--vram_gib", "24", "--write"],
     }.items():
         for place in (f"/tmp/{'x' * 300}", "x/" * 2500, "$NAMED"):
-            with pytest.raises(UsageError, match=f"^{name}: .* is refused: a path is required that the file system"):
+            with pytest.raises(UsageError, match=f"^{name}: .* is refused: the path is too long for the file system"):
                 call(*words, place)
     # A URL may be long.
     refuse_impossible({"webhook": f"https://host/{'x' * 300}", "arguments": ["x" * 300], "place": "x" * 255})

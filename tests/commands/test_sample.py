@@ -154,11 +154,11 @@ def test_a_model_of_pictures_draws_prompts(
     for again in (run, other):
         assert cli._main(["sample", str(again), "--prompt", "a red circle"]) == 0
     assert len(list((tmp_path / "pictures").glob("*-0-*.png"))) == 2
-    with pytest.raises(UsageError, match=r"no encoder of texts; give --prompt 'a red heart'"):
+    with pytest.raises(UsageError, match=r"no text encoder; give --prompt 'a red heart'"):
         cli._main(["sample", str(run), "--text", "a red circle"])
     with pytest.raises(UsageError, match="prompt and text: a prompt is drawn as a picture"):
         cli._main(["sample", str(run), "--prompt", "a", "--text", "b"])
-    with pytest.raises(UsageError, match="has learned latents of texts and no pictures; give --text"):
+    with pytest.raises(UsageError, match="has learned latents of texts, not pictures; give --text"):
         cli._main(["sample", str(text_run(tmp_path / "texts")), "--prompt", "a red circle"])
 
 
@@ -199,9 +199,12 @@ def test_a_model_of_pictures_captions_files(
         (["--picture", "a.png", "--picture", "b.png"], "--picture is given twice; write all its values after one"),
         (["--picture", "none.png"], r"picture none.png: cannot be read \(No such file or directory\)"),
         (["--picture", "none.png", "--encoder", "x"], "encoder 'x': this model uses no text encoder"),
-        (["--text", "a"], r"no encoder of texts; .* or --picture heart.png to caption one"),
+        (["--text", "a"], r"no text encoder; .* or --picture heart.png to caption one"),
         ([], "nothing to sample from: .* or --picture heart.png"),
-        (["--prompt", "", "--guidance", "3"], "prompt '' and guidance 3: without a caption there is none to follow"),
+        (
+            ["--prompt", "", "--guidance", "3"],
+            "prompt '' and guidance 3: without a caption there is nothing for it to follow",
+        ),
     ],
 )
 def test_the_command_refuses_pictures_beside_what_else_it_samples(
@@ -223,7 +226,9 @@ def test_an_empty_prompt_draws_without_a_caption(tmp_path: Path, capsys: pytest.
         expected = accel_train.load(run, pipeline=TextLatentPipeline).draw([""], seed=2)[0]
         assert drawn.tobytes() == expected.tobytes()
     always = ModeConfig(weights=(0.0, 1.0, 1.0), conditioning_dropout=0.0)
-    with pytest.raises(UsageError, match=r"prompt '': a picture without a caption, .* the model always had one"):
+    with pytest.raises(
+        UsageError, match=r"prompt '': asks for a picture without a caption, .* the model was always trained with one"
+    ):
         cli._main(["sample", str(picture_run(tmp_path / "always", modes=always)), "--prompt", ""])
 
 

@@ -252,7 +252,7 @@ def test_two_configs_in_turns(recipe: str, capsys: pytest.CaptureFixture[str]) -
     assert "equal    seed 0, global_batch_size 8, max_steps 20" in shown
     assert "steps 6 to 20 are measured, steps 1 to 5 are warm-up" in shown
     assert "gate speedup>=1.9: 2 [2, 2] passed" in shown
-    assert "holds the true median in 50% of cases" in shown
+    assert "contains the true median in 50% of cases" in shown
     with Image.open("out/compare.png") as image:
         assert image.format == "PNG"
     assert not list(Path("out").rglob("checkpoints"))
@@ -298,9 +298,9 @@ def test_seeds_have_no_stars(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "passed: each side ran one seed, so no interval: the median of its 2 rounds decides" in shown
     assert {result["effects"][letter]["loss"]["reading"] for letter in "BC"} == {"no interval"}
-    assert "seed; a row shows how far the seeds lie apart\n" in shown
+    assert "seed; a row shows how far apart the seeds are\n" in shown
     assert "*" not in shown
-    assert "another seed moves them" not in shown
+    assert "another seed changes them" not in shown
 
 
 def test_each_option_by_itself(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,8 +343,8 @@ def test_an_option_that_needs_another_is_left_out(recipe: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("sources", "flags", "says"),
     [
-        (("slow", "slow"), (), "nothing to take apart"),
-        (("slow",), ("--vary", "step_seconds=1,2"), "leave one out"),
+        (("slow", "slow"), (), "nothing to ablate"),
+        (("slow",), ("--vary", "step_seconds=1,2"), "leave one of them out"),
         (("slow", "seed1"), (), "seed: 0 in slow, 1 in seed1"),
     ],
 )
@@ -364,7 +364,7 @@ def test_one_round_has_intervals_over_log_intervals(recipe: str, capsys: pytest.
     assert (effects["loss"]["over"], effects["loss"]["reading"]) == ("one round", "equal")
     shown = capsys.readouterr().out
     assert "noise between runs is not in them" in shown
-    assert "not told apart from betas=0.9 0.95" in shown or "not told apart from betas=0.8 0.9" in shown
+    assert "indistinguishable from betas=0.9 0.95" in shown or "indistinguishable from betas=0.8 0.9" in shown
 
 
 @pytest.mark.usefixtures("busy_machine")
@@ -448,25 +448,25 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --vary seed=0,1", r"2 preset\(s\).*--vary takes one"),
         ("slow --vary seed=0", r"--vary 'seed=0' is not KEY=V1,V2"),
         ("slow --vary seed", r"--vary 'seed' is not KEY=V1,V2"),
-        ("slow --vary sed=0,1", r"--vary sed: no option that can be varied \(did you mean 'seed'\?"),
-        ("slow --vary output_dir=a,b", r"--vary output_dir: no option that can be varied"),
+        ("slow --vary sed=0,1", r"--vary sed: not an option that can be varied \(did you mean 'seed'\?"),
+        ("slow --vary output_dir=a,b", r"--vary output_dir: not an option that can be varied"),
         ("slow --vary hub.repo_id=me/it,me/other", r"--vary hub.repo_id: a comparison pushes nothing"),
         ("slow --vary step_seconds=0.1,1e-1", r"--vary: step_seconds=0.1 and step_seconds=1e-1 are the same value"),
         ("slow --vary seed=1,two", r"two"),
-        ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: they set the same thing"),
+        ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: both set the same thing"),
         ("slow fast --num_processes 2", r"--num_processes 2 without --config_file"),
         ("slow fast --set data.length", r"--set data.length: KEY=VALUE is required"),
         ("slow fast --set shift=1 shift=2", r"--set shift: given twice, 1 and 2"),
         ("slow fast --set seed=3", r"--set seed=3: it has a flag of its own here"),
         ("slow fast --set hub.repo_id=me/it", r"--set hub.repo_id=me/it: .* belongs to the comparison"),
-        ("slow --vary betas=it's,0.9", r"--vary betas=it's: No closing quotation; values are divided into words"),
-        ("slow fast --set betas=it's", r"--set betas=it's: No closing quotation; values are divided into words"),
+        ("slow --vary betas=it's,0.9", r"--vary betas=it's: No closing quotation; values are split into words"),
+        ("slow fast --set betas=it's", r"--set betas=it's: No closing quotation; values are split into words"),
         ("slow fast --set profile.memory=true", r"--set profile.memory=true: .* belongs to the comparison"),
         ("slow fast --set data.size=3", r"--data.size 3: the recipe has no option data.size"),
-        ("slow --vary shift=0,1 --set shift=3", r"--shift 3 and --vary shift: they set the same thing"),
+        ("slow --vary shift=0,1 --set shift=3", r"--shift 3 and --vary shift: both set the same thing"),
         (
             "slow --vary max_steps=5,6 --max_epochs 1",
-            r"--max_epochs 1\.0 and --vary max_steps: they set the same thing",
+            r"--max_epochs 1\.0 and --vary max_steps: both set the same thing",
         ),
         ("slow --vary seed=" + ",".join(map(str, range(27))), r"27 values given, at most 26"),
         ("slow fast --max_steps 5 --max_epochs 1", r"--max_steps 5 and --max_epochs 1\.0: a run ends once"),

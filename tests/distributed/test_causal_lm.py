@@ -195,7 +195,7 @@ def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(t
 
     shown = run(2)
     assert "packing: proven" in shown
-    assert "generation ends at '<pad>' as well" in shown
+    assert "generation also ends at '<pad>'" in shown
     saved = json.loads(
         (tmp_path / "run" / "checkpoints" / "checkpoint_00000002" / "generation_config.json").read_text()
     )

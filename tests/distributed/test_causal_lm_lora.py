@@ -163,4 +163,4 @@ def test_a_quantised_base_is_not_sharded(strategy: str, train: Train, tmp_path: 
 def test_adapters_need_a_trained_model(train: Train, tmp_path: Path) -> None:
     run = train("single", tmp_path, "--model.source", "None", ok=False)
     assert run.code == 2
-    assert "--lora.rank 4: adapters tune a trained model, and this one is from scratch" in run.output
+    assert "--lora.rank 4: adapters tune a trained model, but this one is trained from scratch" in run.output

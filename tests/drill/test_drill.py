@@ -134,7 +134,7 @@ def test_a_recipe_that_goes_on_after_the_request_fails(tmp_path: Path, capsys: p
     stopped = "            training.save_if_due(result)\n"
     recipe = changed(tmp_path / "recipe", (stopped, f"{stopped}            training.stopped = False\n"))
     code, rows, _ = drill(capsys, "--steps", "6", recipe, "--faults", "sigterm_in_training")
-    assert rows["sigterm_in_training"]["reasons"] == ["asked to stop after step 3, the run went on to step 6"]
+    assert rows["sigterm_in_training"]["reasons"] == ["asked to stop after step 3, the run continued to step 6"]
     assert code == 1
 
 
@@ -146,7 +146,7 @@ def test_an_evaluation_that_changes_training_fails(tmp_path: Path, capsys: pytes
     assert verdicts(rows) == {"sigterm_in_evaluation": "FAILED"}, rows
     row = rows["sigterm_in_evaluation"]
     assert (row["resumed_from"], row["steps_lost"]) == (4, 0)
-    assert "other losses than the undisturbed run, first in step 5" in row["reasons"][0]
+    assert "losses differ from the undisturbed run, first in step 5" in row["reasons"][0]
     assert not row["weights_identical"]
     assert code == 1
 

@@ -286,7 +286,7 @@ def test_two_processes_grow_again_together(tmp_path: Path, with_four: Path) -> N
     room = {"ROOM": "4", "ROOM_FROM": "2", "ROOM_UNTIL": "4", "ROOM_RANK": "1"}
     done = run(directory, "--regrow_after", "3", "--micro_batch_size", "auto", launcher=launcher(tmp_path), **room)
     assert done.returncode == 0, done.stdout
-    assert "micro_batch_size: 8 (auto: all that a process has of 16 samples; halved if" in done.stdout
+    assert "micro_batch_size: 8 (auto: a process's whole share of 16 samples; halved if" in done.stdout
     # Half of the global batch at first.
     assert sizes_of_starts(directory) == [8, 4, 8]
     assert_same_run(directory, with_four)

@@ -55,7 +55,7 @@ def test_without_a_change_it_is_the_parent_bit_for_bit(
     assert made.losses() == run.losses()[4:]
     assert_same_weights(made, run, 12)
     output = capsys.readouterr().out
-    assert "no checkpoint of step 7: the branch leaves at step 4" in output
+    assert "no checkpoint of step 7: the branch forks at step 4" in output
     assert "control: the recorded run itself" in output
     assert "-> " not in output
     report = json.loads((directory / "report" / branch.BRANCH_FILE).read_text())
@@ -124,13 +124,13 @@ def test_refusals(run: Finished, tmp_path: Path) -> None:
     assert "where the branch begins" in refusal("--at", "12")
     assert "--at 13: " in (said := refusal("--at", "13"))
     assert said.endswith("ends at step 12; give that step or an earlier one")
-    assert "lies in the run itself" in refusal(*at, "--output_dir", str(run.directory / "branch"))
+    assert "is inside the run itself" in refusal(*at, "--output_dir", str(run.directory / "branch"))
     other = recording.copied(run, tmp_path / "other")
     saved = recorded.open_run(str(other.directory)).saved
     parent = {"run_id": saved["run_id"], "checkpoint": "checkpoint_00000004"}
     write_run(other.directory, {**saved, "parent": parent})
     said = refusal(*at, "--optimizer.lr", "0.5", "--output_dir", str(other.directory))
-    assert "holds another run (optimizer.lr 0.0015 there, 0.5 now)" in said
+    assert "contains another run (optimizer.lr 0.0015 there, 0.5 now)" in said
     said = refusal("--at", "8", "--output_dir", str(other.directory))
     assert "its parent is" in said
 

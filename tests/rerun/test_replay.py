@@ -136,7 +136,7 @@ def test_what_cannot_be_replayed_is_refused(run: Finished, tmp_path: Path) -> No
 
     assert "ends at step 12" in refusal(run.directory, "4:13")
     assert "two step numbers" in refusal(run.directory, "400-420")
-    assert "holds no step" in refusal(run.directory, "8:8")
+    assert "contains no step" in refusal(run.directory, "8:8")
     pruned = recording.copied(run, tmp_path / "pruned")
     commit.remove(pruned.checkpoint(4))
     said = refusal(pruned.directory, "5:7")
@@ -155,10 +155,10 @@ def test_a_receipt_replaces_an_earlier_one_and_nothing_else(run: Finished, tmp_p
     mine.write_text("my thesis")
     for place, reason in {
         run.directory: "is a directory; give the name of a file, such as",
-        run.checkpoint(4) / "manifest.json": "exists and is no receipt of accel-train",
-        mine: "exists and is no receipt of accel-train",
-        mine / "receipt.json": "thesis.txt is no directory; make it, or give another file",
-        tmp_path / "absent" / "receipt.json": "absent is no directory",
+        run.checkpoint(4) / "manifest.json": "exists and is not a receipt of accel-train",
+        mine: "exists and is not a receipt of accel-train",
+        mine / "receipt.json": "thesis.txt is not a directory; create it, or give another file",
+        tmp_path / "absent" / "receipt.json": "absent is not a directory",
         Path("/proc/receipt.json"): "cannot be written",
     }.items():
         with pytest.raises(UsageError, match=f"^--receipt .*{reason}"):
@@ -200,10 +200,12 @@ def test_a_recipe_is_proposed_where_it_lies_and_only_while_it_is_there(
     own.write_text("")
     environment = {"event": "environment", "command": "r.py demo", "recipe": str(own)}
     opened = recorded.RecordedRun("run", run.directory, {}, [environment], [])
-    with pytest.raises(UsageError, match=f"was trained by {own}, which is none of this package; give --recipe {own}$"):
+    with pytest.raises(
+        UsageError, match=f"was trained by {own}, which is not a recipe of this package; give --recipe {own}$"
+    ):
         recorded.recipe_of(opened, None)
     own.unlink()
-    with pytest.raises(UsageError, match=f"was trained by {own}, .*; the file is no longer there: give the file"):
+    with pytest.raises(UsageError, match=f"was trained by {own}, .*; the file no longer exists: if it has moved"):
         recorded.recipe_of(opened, None)
 
 

@@ -161,7 +161,7 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert (
         "--micro_batch_size, --max_epochs, --max_steps: `accel-train verify` sets them in each of its runs" in several
     )
-    assert "leave them out, and give --steps N in place of --max_steps" in several
+    assert "leave them out, and give --steps N instead of --max_steps" in several
     assert refused("--only", "launch_file", recipe).endswith("needs the launch file; give --config_file FILE")
     (tmp_path / "file").touch()
     assert "is not empty" in refused("--output", str(tmp_path), recipe)
@@ -301,7 +301,7 @@ def test_what_deepspeed_may_compile_for_is_said_before(
         words = ["--steps", "4", "--only", "two_processes,zero2,launch_file", "--config_file", str(file)]
         assert cli._main(["verify", *words, str(faults.SCAFFOLD)]) == 0
         said = capsys.readouterr().err
-        assert set(re.findall(r"^(\w+): DeepSpeed compiles", said, re.MULTILINE)) == named
+        assert set(re.findall(r"^(\w+): DeepSpeed first compiles", said, re.MULTILINE)) == named
 
 
 def test_a_gradient_that_is_never_reduced_fails() -> None:

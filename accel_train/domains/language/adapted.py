@@ -63,7 +63,8 @@ def _described_base(directory: Path) -> Mapping[str, Any]:
     hashed = isinstance(files, dict) and all(isinstance(facts, dict) and "sha256" in facts for facts in files.values())
     if not hashed or not isinstance(base.get("source"), str):
         raise UsageError(
-            f"{directory / ADAPTER_DESCRIPTION}: its base has no source and sha256 of files; export the run again"
+            f"{directory / ADAPTER_DESCRIPTION}: does not record the source and the sha256 of the files of its base; "
+            "export the run again"
         )
     return base
 
@@ -115,8 +116,8 @@ def _embedded_base(directory: Path) -> nn.Module:
         return pretrained.build(ModelConfig(config=config.model_type), config, load_source=False)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{directory / ADAPTER_DESCRIPTION}: says no architecture of the base that its weights hold ({error}); "
-            "restore it from a copy, or load the folder with peft"
+            f"{directory / ADAPTER_DESCRIPTION}: does not describe the architecture of the base that its weights "
+            f"include ({error}); restore it from a copy, or load the folder with peft"
         ) from None
 
 
@@ -124,12 +125,12 @@ def _referenced_base(directory: Path) -> nn.Module:
     reference = base_reference(directory)
     if reference is None:
         raise UsageError(
-            f"{directory}: adapters that do not say which files their base is, as peft writes them; give the base and "
-            "them: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
+            f"{directory}: these adapters do not record the files of their base (peft writes none); give the base and "
+            "the adapters: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
         )
     source = str(reference["source"])
     gone = (
-        f"{directory}: its base, {source}, is not there; bring it back, or give the place of the same files: "
+        f"{directory}: its base, {source}, does not exist; restore it, or give the location of the same files: "
         "load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
     )
     try:
@@ -146,7 +147,7 @@ def _read_base(folder: Path) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder}: no config.json of a base ({' '.join(str(error).split())[:200]})") from None
+        raise UsageError(f"{folder}: no config.json of a base model ({' '.join(str(error).split())[:200]})") from None
     return pretrained.build(ModelConfig(source=str(folder)), config, load_source=True)
 
 
@@ -229,7 +230,7 @@ def _refuse_other_outputs(directory: Path, expected: Mapping[str, Tensor], found
         # Not >, which a NaN would pass.
         if not error <= MERGE_TOLERANCE:
             raise UsageError(
-                f"{directory}: the model with its adapters merged has other outputs than the base with them (by "
+                f"{directory}: the outputs of the merged model differ from those of the base with adapters (by "
                 f"{error:.1e} of the largest; at most {MERGE_TOLERANCE:g} is allowed); leave --merged out"
             )
 

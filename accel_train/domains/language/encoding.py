@@ -23,8 +23,8 @@ from accel_train.domains.language.rows.sources import has_come_before
 UNWRITTEN = "unwritten "
 """Prefix of a part's name in the count of training chats whose template does not write that part."""
 UNENDED = (
-    "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
-    "by its length alone"
+    "the chat template does not end an answer with a special token of the tokenizer, so the trained model generates up "
+    "to the length limit"
 )
 UNREAD = "unread "
 """Prefix of a form's name in the count of training rows that have the form, but are read by another."""
@@ -183,8 +183,8 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
     by_form = {form: counts[UNREAD + form] for form in FORMS}
     order = ", ".join(FORMS)
     notices = [
-        f"{count:,} rows have {form} beside another form, and it is not read: a row is read by the first that it has "
-        f"of {order}. Leave out of the rows what is not meant"
+        f"{count:,} rows have {form} and another form, and {form} is not read: a row is read in the first form that it "
+        f"has of {order}. Remove the unwanted fields from the rows"
         for form, count in by_form.items()
         if count
     ]
@@ -192,8 +192,8 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
     if beside:
         others = ", ".join(f"{name!r} ({count:,} rows)" for name, count in [*beside.items()][:SHOWN])
         notices.append(
-            f"{column!r} (--data.text_column) alone is trained on, and what rows have beside it is not read: {others}. "
-            "An answer is learned in rows of 'prompt' and 'completion'"
+            f"only {column!r} (--data.text_column) is trained on; other texts of the rows are not read: {others}. An "
+            "answer is learned in rows of 'prompt' and 'completion'"
         )
     return notices
 
@@ -204,8 +204,8 @@ def chat_notices(counts: Counter[str], answer_end: int | None, tokenizer: Any) -
     notices = roles.notices(others, marked=templates.marks_learned(tokenizer))
     if several := counts["several"]:
         notices.append(
-            f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "
-            "leave out their reasoning): each is learned after the prompt that the model will have for it. This "
+            f"{several:,} chats become one text per answer, because the chat template rewrites earlier answers (it may "
+            "leave out their reasoning): each answer is learned after the prompt that the model will see for it. This "
             f"repeats {counts['repeated']:,} tokens of earlier turns"
         )
     unwritten = {part: counts[UNWRITTEN + part] for part in templates.PARTS}

@@ -296,7 +296,7 @@ def _whole_model(directory: Path) -> nn.Module:
         model: nn.Module = exported_model.load(directory)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{directory}: not loaded as a causal language model from transformers ({type(error).__name__}: "
+            f"{directory}: cannot be loaded as a causal language model of transformers ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
         ) from None
     if weights.has_ema(directory):

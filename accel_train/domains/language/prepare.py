@@ -180,9 +180,9 @@ def _saved_tokenizer(config: DataConfig, model: ModelConfig, checkpoint: Path) -
     # A tokenizer given by name may have moved, and is compared by its ids.
     if before and now != was and tokenizers.TRAINED in (name, _named(config, model)):
         raise UsageError(
-            f"--data.tokenizer {now}: {checkpoint} was trained with {was}, and its weights know the ids of no other "
-            "tokenizer. The same is required in a resume or an evaluation, whatever --allow and --data.changed say. "
-            f"Give --data.tokenizer {was}, or another --output_dir for another model."
+            f"--data.tokenizer {now}: {checkpoint} was trained with {was}, and its weights only know the ids of that "
+            "tokenizer. A resume or an evaluation requires the same one, whatever --allow and --data.changed say. Give "
+            f"--data.tokenizer {was}, or another --output_dir for another model."
         )
     saved = tokenizers.load_tokenizer(str(checkpoint), None)
     if name == tokenizers.TRAINED:
@@ -259,7 +259,7 @@ def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens
             "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
             "these."
         )
-    read_by = "are read by messages, or prompt and completion"
+    read_by = "are read from messages, or from prompt and completion"
     return [f"{others:,} rows without {column!r} (--data.text_column) {read_by}", *notices]
 
 
@@ -276,10 +276,9 @@ def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: Prep
         # Rows of the held-out source are left out before they are counted.
         if held_out and any(True for _ in contents(sources.train, config.text_column)):
             raise UsageError(
-                f"{config.named}: all of its rows are held out, as --data.heldout_path "
-                f"{config.heldout_path!r} has them too. Rows that are not held out are required: give another file to "
-                "one of the two, or leave --data.heldout_path out to hold out a share of the rows "
-                "(--data.heldout_fraction)."
+                f"{config.named}: all of its rows are held out, because --data.heldout_path {config.heldout_path!r} "
+                "has them too. Training needs rows that are not held out: give a different file to one of the two, or "
+                "leave --data.heldout_path out to hold out a share of the rows (--data.heldout_fraction)."
             )
         _refuse_no_row(config.named, config, train.counts["bad"])
     held_out_rows = train.counts["heldout"] if heldout is None else heldout.counts["train"]
@@ -287,12 +286,12 @@ def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: Prep
     if heldout is None and rows_read > 1 and len({*contents(sources.train, config.text_column)}) == 1:
         raise UsageError(
             f"{config.named}: all {rows_read} rows have the same text, and equal rows are either all trained on or all "
-            "held out. Rows of at least 2 texts are required: bring others, or give --data.heldout_path."
+            "held out. At least 2 different texts are required: add other rows, or give --data.heldout_path."
         )
     raise UsageError(
-        f"{config.named}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
-        f"training and {held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Bring "
-        "more rows (--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
+        f"{config.named}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} training and "
+        f"{held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Add more rows "
+        "(--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
         "--data.heldout_path."
     )
 
@@ -307,16 +306,17 @@ def _refuse_untrained_source(sources: SplitSources, train: PreparedTokens) -> No
     for path, source, found in zip(sources.config.paths, sources.train.sources, counts, strict=True):
         if not found["train"]:
             raise UsageError(
-                f"{source.option} {path!r}: a source of the mixture without a row to train on ({found['bad']} bad "
+                f"{source.option} {path!r}: this source of the mixture has no row to train on ({found['bad']} bad "
                 f"rows, {found['heldout'] + found['excluded']} held out). At least one row is required: correct its "
-                "rows or bring more, or leave it out."
+                "rows or add more, or leave the source out."
             )
 
 
 def _refuse_no_row(source: str, config: DataConfig, bad: int) -> None:
     raise UsageError(
-        f"{source} holds no usable row ({bad} bad rows). At least one row with messages, with prompt and completion, "
-        f"or with text in {config.text_column!r} is required: check the path, --data.split and --data.text_column."
+        f"{source} contains no usable row ({bad} bad rows). At least one row with messages, with prompt and "
+        f"completion, or with text in {config.text_column!r} is required: check the path, --data.split and "
+        "--data.text_column."
     )
 
 

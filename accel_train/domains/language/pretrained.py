@@ -64,7 +64,7 @@ class ModelConfig:
         if self.source is None:
             refuse_without_effect(self, "model", ["revision"], "without model.source", "give both")
             return
-        because = f"with model.source: {self.source}, whose config.json says it"
+        because = f"with model.source: {self.source}, whose config.json decides it"
         instead = "train from scratch without --model.source"
         refuse_without_effect(self, "model", ["config", *self.sizes], because, instead)
 
@@ -120,15 +120,15 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
 def _too_few_embeddings(source: str, rows: int, needed: int, tokenizer: str) -> str:
     if tokenizer not in ("", source):
         return (
-            f"--data.tokenizer: that of {tokenizer} has ids up to {needed - 1}, and the embeddings of --model.source "
+            f"--data.tokenizer: that of {tokenizer} has ids up to {needed - 1}, but the embeddings of --model.source "
             f"{source!r} have {rows} rows. A row for each id is required: leave --data.tokenizer out, or give a "
             f"tokenizer of the source with ids up to {rows - 1}."
         )
     return (
-        f"--model.source {source!r}: its embeddings have {rows} rows, and the tokenizer has ids up to {needed - 1}: "
+        f"--model.source {source!r}: its embeddings have {rows} rows, but the tokenizer has ids up to {needed - 1}: "
         "tokens were added to it without resizing the model. A row for each id is required: call "
         f"model.resize_token_embeddings({needed}) of transformers, save model and tokenizer in a folder and give it as "
-        "--model.source; or take a tokenizer without the added tokens."
+        "--model.source; or use a tokenizer without the added tokens."
     )
 
 
@@ -154,7 +154,7 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
         return
     name = names[0]
     raise UsageError(
-        f"{checkpoint.path}: its model has {name} {saved.get(name)!r}, and the config.json of "
+        f"{checkpoint.path}: its model has {name} {saved.get(name)!r}, but the config.json of "
         f"{options.source or options.config} has {now.get(name)!r} (differences: {len(names)}); give it as it was, or "
         "start a new run in an unused --output_dir"
     )
@@ -173,7 +173,7 @@ def _saved_config(directory: Path, config: Any) -> dict[str, Any]:
             found = strict_json.read_object(directory / ADAPTER_DESCRIPTION)["architecture"]
         model_type = found["model_type"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{directory}: does not say what its model is ({error}); give another checkpoint") from None
+        raise UsageError(f"{directory}: does not describe its model ({error}); give another checkpoint") from None
     kinds = {each.model_type: type(each) for each in (getattr(config, "text_config", config), config)}
     kind = kinds.get(model_type)
     if kind is None:
@@ -198,9 +198,9 @@ def _load_config(name: str, revision: str | None = None) -> Any:
 
 def not_loaded(name: str, error: Exception) -> str:
     return (
-        f"--model.source {name!r} cannot be loaded{near_folder(name)} ({one_line(error)}). "
-        "Required is the Hub id or folder of a causal language model with safetensors weights (without a network it "
-        "must be in the cache); code from a repository is never run."
+        f"--model.source {name!r} cannot be loaded{near_folder(name)} ({one_line(error)}). The Hub id or folder of a "
+        "causal language model with safetensors weights is required (without a network it must be in the cache); code "
+        "from a repository is never run."
     )
 
 
@@ -218,8 +218,8 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
         return _with_sizes(options, lambda: AutoConfig.for_model(options.config, **values))
     if not Path(options.config).exists() and "/" not in options.config:
         raise UsageError(
-            f"--model.config {options.config!r}: no model type of a causal language model from transformers"
-            f"{did_you_mean(nearest(options.config, types))}, no folder, and no Hub id. Give one of them."
+            f"--model.config {options.config!r}: no model type of a causal language model from "
+            f"transformers{did_you_mean(nearest(options.config, types))}, no folder and no Hub id. Give one of these."
         )
     known = _load_config(options.config)
     _refuse_unknown_sizes(options, known)
@@ -232,8 +232,8 @@ def _with_sizes(options: ModelConfig, make: Callable[[], Any]) -> Any:
     except Exception as error:  # some classes check their values, with errors of other packages
         sizes = ", ".join(f"--model.{name} {value}" for name, value in options.sizes.items())
         raise UsageError(
-            f"{sizes or '--model.config'}: the config of {options.config} refuses it: {one_line(error)}. Give values "
-            "that fit each other, such as a --model.hidden_size that is a multiple of --model.num_attention_heads."
+            f"{sizes or '--model.config'}: the config of {options.config} rejects it: {one_line(error)}. Give values "
+            "that fit together, such as a --model.hidden_size that is a multiple of --model.num_attention_heads."
         ) from None
     # Most classes take any two numbers, and fail in their first forward.
     heads, groups = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
@@ -256,7 +256,7 @@ def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
         if not hasattr(known, name):
             raise UsageError(
                 f"--model.{name} {value}: a config of {known.model_type} has no {name}. Leave it out (None where a "
-                "preset has it), or take another --model.config."
+                "preset has it), or use another --model.config."
             )
 
 
@@ -288,7 +288,7 @@ def refuse_adapters_without_source(options: ModelConfig, adapters: LoraConfig) -
     """Raise ``UsageError`` for adapters on random weights."""
     if adapters.rank > 0 and options.source is None:
         raise UsageError(
-            f"--lora.rank {adapters.rank}: adapters tune a trained model, and this one is from scratch; give "
+            f"--lora.rank {adapters.rank}: adapters tune a trained model, but this one is trained from scratch; give "
             "--model.source, or leave --lora.rank out"
         )
 

@@ -80,7 +80,7 @@ def check_causality(model: nn.Module) -> str:
         raise
     except RuntimeError as error:
         raise UsageError(
-            f"--model: {name} cannot take a row of 16 tokens: {one_line(error)}. Give sizes that fit each other."
+            f"--model: {name} cannot take a row of 16 tokens: {one_line(error)}. Give sizes that fit together."
         ) from None
     changed = float((first - second).abs().max() / first.abs().max())
     # Experts round differently when another number of tokens is routed to them.
@@ -88,9 +88,9 @@ def check_causality(model: nn.Module) -> str:
     # Not `changed >= allowed`, which NaN would pass.
     if not changed < allowed:
         raise UsageError(
-            f"--model: {name}: with another last token the logits before it change, by {changed:.1e} of the largest "
-            f"({allowed:.0e} is allowed), so a token sees the one that it is to predict. A causal language model is "
-            "required, whose tokens see earlier ones alone."
+            f"--model: {name}: changing the last token changes the logits before it, by {changed:.1e} of the largest "
+            f"({allowed:.0e} is allowed), so a token sees the one that it must predict. A causal language model is "
+            "required, whose tokens see only earlier ones."
         )
     return f"causality: proven, logits before a changed token stay the same, within {changed:.0e}"
 
@@ -134,10 +134,10 @@ def check_packing(model: nn.Module) -> str:
     # Not `error >= allowed`, which NaN would pass.
     if not error < allowed:
         raise UsageError(
-            f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "
-            f"({allowed:.0e} is allowed), so one sees the other. {remedy}"
+            f"--data.packing: {name}: two texts in one row have different logits than alone, by {error:.1e} of the "
+            f"largest ({allowed:.0e} is allowed), so one sees the other. {remedy}"
         )
-    return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
+    return f"packing: proven, two texts in one row have the same logits as alone, within {error:.0e}"
 
 
 @torch.no_grad()
@@ -172,10 +172,10 @@ def check_chunks(model: nn.Module, loss_chunk: int) -> str:
     # Not `changed >= allowed`, which NaN would pass.
     if not changed < allowed:
         raise UsageError(
-            f"--model.loss_chunk {loss_chunk}: {type(model).__name__} has another loss by chunks, by {changed:.1e} of "
-            f"the largest ({allowed:.0e} is allowed). Give 0."
+            f"--model.loss_chunk {loss_chunk}: {type(model).__name__} has a different loss by chunks, by {changed:.1e} "
+            f"of the largest ({allowed:.0e} is allowed). Give 0."
         )
-    return f"loss by chunks: proven, tokens have the loss that they have all at once, within {changed:.0e}"
+    return f"loss by chunks: proven, tokens have the same loss as without chunks, within {changed:.0e}"
 
 
 @torch.no_grad()

@@ -36,9 +36,9 @@ def at_commit(options: ModelConfig) -> ModelConfig:
         options = replace(options, revision=extract_commit_hash(found, None) or options.revision)
     if find_adapter_config_file(source, revision=options.revision) is not None:
         raise UsageError(
-            f"--model.source {source!r} holds adapters (adapter_config.json) and no whole model. Merge them into their "
-            "base first (peft: merge_and_unload, save_pretrained; a run of this recipe: accel-train export RUN FOLDER "
-            "--merged), or give that base."
+            f"--model.source {source!r} contains adapters (adapter_config.json), not a whole model. Merge them into "
+            "their base first (peft: merge_and_unload, save_pretrained; a run of this recipe: accel-train export RUN "
+            "FOLDER --merged), or give that base."
         )
     return options
 

@@ -56,8 +56,8 @@ class SplitSources:
             if source.key == other.key or shared:
                 what = f"both have {shared[0]}" if shared else "both have the same rows"
                 raise UsageError(
-                    f"{self.config.named}: a source twice: {path!r} and {other_path!r}, {what}. Name each file once, "
-                    "and set --data.repeats to the times that an epoch has it."
+                    f"{self.config.named}: a source is named twice: {path!r} and {other_path!r}, {what}. Name each "
+                    "file once, and set --data.repeats to the number of times an epoch has it."
                 )
 
     def _open_heldout(self, path: str) -> RowBlocks:
@@ -66,8 +66,8 @@ class SplitSources:
             return self._open(path, "--data.heldout_path", config.split)
         if not has_splits(config.path):
             raise UsageError(
-                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files and saved "
-                "datasets of one part have none. Give the held-out rows as a source of their own."
+                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, because files and datasets "
+                "saved without splits have none. Give the held-out rows as a source of their own."
             )
         return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
 
@@ -81,8 +81,8 @@ class SplitSources:
             kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
         splits = any(map(has_splits, filter(None, (*config.paths, config.heldout_path))))
         read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": splits}
-        wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
-        wanted["split"] = "a saved dataset of several splits or one of the Hub, as files have no splits"
+        wanted = {"sample_by": "a .txt file, which this option divides", "text_column": "JSONL, a table or a dataset"}
+        wanted["split"] = "a saved dataset with several splits or one of the Hub, because files have no splits"
         for name, is_read in read.items():
             if not is_read:
                 because = f"with {config.named}: it requires {wanted[name]}"

@@ -94,8 +94,8 @@ def encode_prompt(
         return _encode_chat_prompt(prompt, tokenizer, tools, template_options or {})
     if tools or template_options:
         raise UsageError(
-            f"tools and chat_template_kwargs are for the template of chats, and {prompt[:60]!r} is a text; give "
-            "messages, or leave them out"
+            f"tools and chat_template_kwargs are for chat templates, but {prompt[:60]!r} is a text; give messages, or "
+            "leave them out"
         )
     found: list[int] = tokenizer(prompt)["input_ids"]
     ids = found[_second_beginning(found, tokenizer) :]
@@ -104,7 +104,7 @@ def encode_prompt(
     if ends and not prompt.endswith(tokenizer.eos_token):
         ids.pop()
     if not ids:
-        raise UsageError(f"text {prompt[:60]!r}: the tokenizer leaves no token of it; give a text to continue")
+        raise UsageError(f"text {prompt[:60]!r}: the tokenizer finds no token in it; give a text to continue")
     return ids
 
 
@@ -120,8 +120,8 @@ def _encode_chat_prompt(
         raise UsageError("messages: the last one is the assistant's, so nothing is left to answer; leave it out")
     if tokenizer.chat_template is None:
         raise UsageError(
-            "messages: this model's tokenizer has no chat template to write them with; give a text instead, as a model "
-            "of plain text continues it"
+            "messages: this model's tokenizer has no chat template to write them with; give a text instead, which a "
+            "model of plain text continues"
         )
     try:
         text = tokenizer.apply_chat_template(
@@ -131,7 +131,7 @@ def _encode_chat_prompt(
         text.encode()
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UsageError(
-            f"messages: the chat template refuses them ({type(error).__name__}: {error}); give them as it wants them"
+            f"messages: the chat template refuses them ({type(error).__name__}: {error}); give messages that it accepts"
         ) from None
     # The template has written the special tokens into the text.
     return _tokenise(tokenizer, text, (), special=False)[0]
@@ -176,7 +176,7 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
 def _encode_messages(row: Row, tokenizer: Any) -> EncodedRow:
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"{row.place} has messages, and the tokenizer has no chat template to write them with. Give "
+            f"{row.place} has messages, but the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
     if MARK.search(_template(row, tokenizer)):
@@ -231,9 +231,7 @@ def date_notices(tokenizer: Any) -> list[str]:
     """Return a notice if the chat template writes today's date."""
     if not any(map(_asks_for_the_date, _templates(tokenizer))):
         return []
-    return [
-        "the chat template writes today's date: in training it is 2024-07-26 on every day, in sampling the real one"
-    ]
+    return ["the chat template writes today's date: training always uses 2024-07-26, sampling the real date"]
 
 
 def marks_learned(tokenizer: Any) -> bool:
@@ -283,7 +281,7 @@ def _length_of_prompt(row: Row, tokenizer: Any) -> int:
     if not _render(row, tokenizer).startswith(prompt):
         raise UnusableRowError(
             row.place,
-            "the chat template writes the prompt in another way once the completion follows, so where the completion "
+            "the chat template writes the prompt differently once the completion follows, so where the completion "
             "begins cannot be found. Give one list of messages, of which all answers are learned, or another "
             "--data.chat_template",
         )
@@ -316,7 +314,7 @@ def _refusal(error: Exception, count: int | None) -> str:
             "or mark the assistant's turns in the --data.chat_template with {% generation %}"
         )
     raised = f"{type(error).__name__}: {error}"
-    return f"the chat template refuses its messages ({raised}). Another --data.chat_template may take them"
+    return f"the chat template refuses its messages ({raised}). Another --data.chat_template may accept them"
 
 
 def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
@@ -363,8 +361,8 @@ def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
         return len(head) + len(found)
     raise UnusableRowError(
         row.place,
-        f"the chat template ends the prompt for message {number + 1} with {prompt[-30:]!r}, and writes the chat in "
-        "another way once the answer follows, so what the assistant said cannot be found. Mark it in the template with "
+        f"the chat template ends the prompt for message {number + 1} with {prompt[-30:]!r}, but writes the chat "
+        "differently once the answer follows, so what the assistant said cannot be found. Mark it in the template with "
         "{% generation %} ... {% endgeneration %} and give it as --data.chat_template FILE.jinja",
     )
 

@@ -51,7 +51,7 @@ def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 3 are special; at least {MIN_VOCAB_SIZE} "
-            "is required, 2048 suits a small corpus."
+            "is required; 2048 suits a small corpus."
         )
     digest = hashlib.sha256(f"causal-bpe-3 {vocab_size} {source}".encode()).hexdigest()
     folder = cache / "tokenizers" / digest
@@ -105,15 +105,15 @@ def load_tokenizer(name: str, revision: str | None, *, of_source: bool = False) 
     if not tokenizer.is_fast:
         raise UsageError(
             f"tokenizer {name!r}: {type(tokenizer).__name__} is written in Python; one with a tokenizer.json is "
-            "required, which knows the place of each token in the text. Name a model with a fast tokenizer."
+            "required, which knows the position of each token in the text. Name a model with a fast tokenizer."
         )
     return tokenizer
 
 
 def _not_loaded(name: str, reason: str) -> str:
     return (
-        f"tokenizer {name!r} cannot be loaded ({reason}). Required is a folder with tokenizer.json or a Hub id "
-        "(without a network it must be in the cache); code from a repository is never run. Name another one with "
+        f"tokenizer {name!r} cannot be loaded ({reason}). A folder with tokenizer.json or a Hub id is required "
+        "(without a network it must be in the cache); code from a repository is never run. Name another tokenizer with "
         "--data.tokenizer, or 'trained'."
     )
 
@@ -122,12 +122,12 @@ def _source_not_loaded(name: str, reason: str) -> str:
     if expand_path(name).is_dir():
         # Not 'trained': the ids would then stand for other pieces than the weights know.
         return (
-            f"--model.source {name!r}: its tokenizer cannot be loaded ({reason}). Required is a tokenizer.json beside "
-            "the weights, or in --data.tokenizer the tokenizer that they were trained with."
+            f"--model.source {name!r}: its tokenizer cannot be loaded ({reason}). A tokenizer.json next to the weights "
+            "is required, or in --data.tokenizer the tokenizer that they were trained with."
         )
     return (
-        f"--model.source {name!r}: is no folder{near_folder(name)}, and is not loaded from the Hub ({reason}). "
-        "Required is the folder or the Hub id of a causal language model (without a network it must be in the cache)."
+        f"--model.source {name!r}: is not a folder{near_folder(name)}, and cannot be loaded from the Hub ({reason}). "
+        "The folder or the Hub id of a causal language model is required (without a network it must be in the cache)."
     )
 
 
@@ -140,8 +140,8 @@ def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: s
         known = load_tokenizer(source, revision)
     except UsageError:
         return [
-            f"{source} has no tokenizer that can be loaded, so nothing says whether its weights were trained with that "
-            f"of --data.tokenizer {name}"
+            f"{source} has no tokenizer that can be loaded, so it is unknown whether its weights were trained with "
+            f"that of --data.tokenizer {name}"
         ]
     # Special tokens are renamed on purpose, such as the reserved ones of a base model.
     added = known.added_tokens_decoder.keys() | tokenizer.added_tokens_decoder.keys()
@@ -153,10 +153,10 @@ def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: s
     first = other[0]
     here, there = ours[first], theirs[first]
     raise UsageError(
-        f"--data.tokenizer {name}: {len(other)} of {len(theirs)} ids stand for other pieces of text than in the "
-        f"tokenizer of --model.source {source} (the first is {first}, {here!r} here and {there!r} there), so "
-        "its pretrained embeddings would mean nothing. Leave --data.tokenizer out, or train from scratch with "
-        "--model.config in place of --model.source."
+        f"--data.tokenizer {name}: {len(other)} of {len(theirs)} ids stand for different pieces of text than in the "
+        f"tokenizer of --model.source {source} (the first is {first}, {here!r} here and {there!r} there), so its "
+        "pretrained embeddings would mean nothing. Leave --data.tokenizer out, or train from scratch with "
+        "--model.config instead of --model.source."
     )
 
 
@@ -173,8 +173,8 @@ def refuse_other_pieces(tokenizer: Any, trained: Path | None, *, resumes: bool =
     if other:
         start = f"the checkpoint {trained}, whatever --allow says" if resumes else "--init_from"
         raise UsageError(
-            f"{start}: its weights know {len(known)} pieces of text by number, and {other} of them have another "
-            f"number, or none, in the tokenizer of these rows. Take theirs: --data.tokenizer {trained}"
+            f"{start}: its weights know {len(known)} pieces of text by number, and {other} of them have a different "
+            f"number, or none, in the tokenizer of these rows. Use theirs: --data.tokenizer {trained}"
         )
 
 
@@ -187,7 +187,7 @@ def set_pad_token(tokenizer: Any) -> list[str]:
         return []
     token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.pad_token = token
-    return [f"the tokenizer has no pad token: {token!r} is set, which no loss counts as padding"]
+    return [f"the tokenizer has no pad token: {token!r} is used, and no loss counts padding"]
 
 
 def set_chat_template(tokenizer: Any, file: str | None) -> None:

@@ -105,7 +105,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
                 contents.append(str(row[CONTENT_FIELD]))
     if not texts:
         raise UsageError(
-            f"--data.path {path!r} holds no usable text on {socket.gethostname()} ({bad.count} bad rows). At least "
+            f"--data.path {path!r} contains no usable text on {socket.gethostname()} ({bad.count} bad rows). At least "
             f"one row with text in {text_column!r} is required: check the path, --data.split and --data.text_column."
         )
     if len(contents) < len(texts):
@@ -131,7 +131,7 @@ def _rows(
         return dataset_rows(saved_dataset(source, split), path, text_column)
     if source.is_fifo():
         # Opening a named pipe would block until something writes to it.
-        raise UsageError(f"--data.path {str(source)!r} is a named pipe, and rows are read at every start. Give a file.")
+        raise UsageError(f"--data.path {str(source)!r} is a named pipe, but rows are read at every start. Give a file.")
     if source.suffix in TABLE_FILES:
         return dataset_rows(table(source, [text_column]), path, text_column)
     return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
@@ -149,8 +149,8 @@ def check_options_have_effect(path: str, split: str, text_column: str, heldout_p
         return
     if not has_splits(path):
         raise UsageError(
-            f"--data.split {split!r} has no effect with --data.path {path!r}, as files and saved datasets of one part "
-            "have no splits. Leave it out, or give the file of that split."
+            f"--data.split {split!r} has no effect with --data.path {path!r}, because files and datasets saved without "
+            "splits have none. Leave it out, or give the file of that split."
         )
 
 
@@ -170,7 +170,7 @@ def left_out_notices(path: str) -> list[str]:
     # Not in subfolders, which may hold the report of a run.
     if _has_picture(folder.iterdir()):
         notices.append(
-            f"--data.path {path!r} holds pictures, which are not read: only its texts are learned. For captioned "
+            f"--data.path {path!r} contains pictures, which are not read: only its texts are learned. For captioned "
             "pictures give --pictures.latents pixels, as the preset image_demo does"
         )
     return notices
@@ -216,13 +216,13 @@ def _line_files(source: Path) -> list[Path]:
     if not files or files[0].suffix not in LINE_FILES:
         if source.is_dir() and _has_picture(source.rglob("*")):
             raise UsageError(
-                f"--data.path {str(source)!r} holds pictures, and texts are required. To learn captioned pictures, "
+                f"--data.path {str(source)!r} contains pictures, but texts are required. To learn captioned pictures, "
                 "give --pictures.latents pixels, as the preset image_demo does."
             )
         raise UsageError(
-            f"--data.path {str(source)!r} is no source of text: required is 'demo', a file or a folder of "
-            f"files ending in {', '.join(LINE_FILES)}, a {' or '.join(TABLE_FILES)} file, a folder made by "
-            'dataset.save_to_disk, or a hub id. Convert the data to JSONL: one {"text": ...} a line.'
+            f"--data.path {str(source)!r} is not a source of text. Give 'demo', a file or a folder of files ending in "
+            f"{', '.join(LINE_FILES)}, a {' or '.join(TABLE_FILES)} file, a folder made by "
+            'dataset.save_to_disk, or a hub id, or convert the data to JSONL: one {"text": ...} a line.'
         )
     return files
 
@@ -246,7 +246,7 @@ def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
                 # Every line of such a file would be a bad row, so name the cause once instead.
                 code = CODES.get(raw[:2])
                 if code is not None:
-                    raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
+                    raise UsageError(f"--data.path: {file} is {code}, but UTF-8 is required. Convert it first.")
                 # A byte-order mark, as some editors write it, would become part of the first text or break its JSON.
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             place = f"{file}:{number}"
@@ -282,7 +282,7 @@ def text_fault(row: Mapping[str, Any], column: str) -> str | None:
         # JSON escapes can spell half of a surrogate pair, on which hashing and tokenising would fail later.
         text.encode()
     except UnicodeEncodeError:
-        return f"{column!r} holds half of a surrogate pair, which is no character"
+        return f"{column!r} contains half of a surrogate pair, which is not a character"
     return None
 
 
@@ -301,15 +301,15 @@ def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[st
     """Yield (sample index, row) of a `datasets.Dataset`. Refuse one without length or random access."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
-            f"--data.path {name!r} is a stream ({type(dataset).__name__}): a dataset with a length and "
-            "random access is required, because order and noise belong to the sample's index. Write what you "
+            f"--data.path {name!r} is a stream ({type(dataset).__name__}): a dataset with a length and random access "
+            "is required, because order and noise depend on the sample's index. Write what you "
             'need of it to JSONL, one {"text": ...} a line, or materialise it with save_to_disk.'
         )
     columns: list[str] = dataset.column_names
     if text_column not in columns:
         hint = did_you_mean(nearest(text_column, columns))
         if len(columns) == 1 and (separator := re.search(r"[;\t|]", columns[0])):
-            hint = f", which must have commas between its columns and not {separator[0]!r}"
+            hint = f", whose columns must be separated by commas, not {separator[0]!r}"
         raise UsageError(
             f"--data.text_column {text_column!r} is not a column of {name!r}{hint}; it has {columns}. Name one."
         )

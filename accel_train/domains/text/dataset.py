@@ -66,7 +66,7 @@ class DataAssets:
         """
         if self.encoder is None:
             raise UsageError(
-                "--data.latents: ready-made latents have no encoder here, so new text has no latent. Name the "
+                "--data.latents: ready-made latents come without an encoder, so new text cannot be encoded. Name the "
                 "encoder that made them with --data.encoder instead of --data.latents."
             )
         latents = torch.from_numpy(self.encoder.encode(texts))  # (B, Dz)
@@ -272,7 +272,7 @@ def statistics(table: LatentRows) -> tuple[Tensor, float]:
     # If all latents are equal, rounding still leaves a variance of this size.
     if variance <= 1e-12 * max(1.0, mean_square):
         raise UsageError(
-            f"--data.encoder: all {count} latents of the training split are equal, so they say nothing about "
+            f"--data.encoder: all {count} latents of the training split are equal, so they carry no information about "
             "their texts. Latents that differ are required: check the encoder, or the ready-made latents."
         )
     return mean.float(), variance**0.5

@@ -139,8 +139,8 @@ class TransformerEncoder:
             return width
         if self.latent_dim > width:
             raise UsageError(
-                f"--data.latent_dim {self.latent_dim}: {self.name!r} gives {width} dimensions. "
-                f"Give 1 to {width}, or null for all."
+                f"--data.latent_dim {self.latent_dim}: {self.name!r} has {width} dimensions. Give 1 to {width}, or "
+                "null for all."
             )
         return self.latent_dim
 
@@ -245,8 +245,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     except Exception as error:
         raise UsageError(
             f"--data.encoder {name!r}: no such directory, and the hub answered {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}. Required is 'tfidf-svd' (needs no network), a local"
-            " model directory, or a model id that the hub or the local cache has."
+            f"{' '.join(str(error).split())[:200]}. Give 'tfidf-svd' (needs no network), a local model directory, or "
+            "the id of a model on the hub or in the local cache."
         ) from None
 
 
@@ -264,8 +264,8 @@ def hash_files(folder: Path) -> str:
         if pickled:
             held = f"only {', '.join(pickled)} (pickles can run code, and are never opened)"
         raise UsageError(
-            f"--data.encoder: safetensors weights are required, {folder} holds {held}. Load the model in a "
-            "program of your own and model.save_pretrained(DIR) it, or name another model."
+            f"--data.encoder: safetensors weights are required, but {folder} contains {held}. Load the model in your "
+            "own program and save it with model.save_pretrained(DIR), or name another model."
         )
     digest = hashlib.sha256()
     for file in files:
@@ -275,8 +275,8 @@ def hash_files(folder: Path) -> str:
 
 def unreadable(name: str, error: Exception) -> UsageError:
     return UsageError(
-        f"--data.encoder {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:300]}). "
-        "Required is a model that the installed transformers knows, with safetensors weights; code from a model's "
+        f"--data.encoder {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:300]}). A "
+        "model that the installed transformers knows is required, with safetensors weights; code from a model's "
         "repository is never run."
     )
 

@@ -79,7 +79,7 @@ class ModeConfig:
         refuse_random_conditions(self.parsed())
         has_mixed = self.mode == "mixed" or any(phase.mode == "mixed" for phase in self.parsed())
         if has_mixed and sum(self.weights) == 0:
-            raise UsageError("modes.weights 0 0 0: at least one mode needs a weight above 0; give for example 1 1 1")
+            raise UsageError("modes.weights 0 0 0: at least one mode needs a weight above 0; for example, give 1 1 1")
         self._refuse_unread()
 
     def drawn(self) -> set[Mode]:
@@ -149,7 +149,7 @@ def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float])
     for option, strength in guidance.items():
         if strength != 1:
             raise UsageError(
-                f"{option} {strength:g}: adds a prediction without the condition, and with modes.conditioning_dropout "
+                f"{option} {strength:g}: adds a prediction without the condition, but with modes.conditioning_dropout "
                 f"0 and {config.describe()} the model never learns one. Set it to 1, or train with "
                 "--modes.conditioning_dropout 0.1."
             )
@@ -159,8 +159,9 @@ def refuse_never_without_text(config: ModeConfig) -> None:
     """Raise ``UsageError`` for sampling a latent without a text if the model has always been trained with one."""
     if not learns_without_condition(config):
         raise UsageError(
-            f"prompt '': a picture without a caption, and with modes.conditioning_dropout 0 and {config.describe()} "
-            "the model always had one; give a caption, or train with --modes.conditioning_dropout 0.1"
+            "prompt '': asks for a picture without a caption, but with modes.conditioning_dropout 0 and "
+            f"{config.describe()} the model was always trained with one; give a caption, or train with "
+            "--modes.conditioning_dropout 0.1"
         )
 
 

@@ -193,8 +193,8 @@ class TextLatentOptions:
             raise UsageError(f"prompt and {', '.join(given)}: a prompt is drawn as a picture; leave the others out")
         if self.guidance is not None and not any(self.prompt):
             raise UsageError(
-                f"prompt '' and guidance {self.guidance:g}: without a caption there is none to follow; leave guidance "
-                "out, or give a caption"
+                f"prompt '' and guidance {self.guidance:g}: without a caption there is nothing for it to follow; leave "
+                "guidance out, or give a caption"
             )
 
     def _refuse_beside_picture(self) -> None:

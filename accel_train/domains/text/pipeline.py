@@ -138,7 +138,7 @@ class TextLatentPipeline:
         assets = self.assets
         if encoder is not None:
             if not isinstance(assets.encoder, TransformerEncoder):
-                raise UsageError(f"encoder {encoder!r}: this model uses no text encoder of a folder; leave it out")
+                raise UsageError(f"encoder {encoder!r}: this model uses no text encoder from a folder; leave it out")
             assets = replace(assets, encoder=replace(assets.encoder, name=encoder, revision=None))
         if vae is not None:
             if assets.vae is None:
@@ -309,7 +309,7 @@ class TextLatentPipeline:
             if not frame < length <= self.assets.max_length:
                 raise UsageError(
                     f"length {length}: {frame + 1} to {self.assets.max_length} tokens are possible with this model; "
-                    "give such a number, or leave it out"
+                    "give a number in this range, or leave it out"
                 )
             return torch.full((len(normalised),), length)
         return self.assets.length(normalised).clamp(frame + 1, self.assets.max_length)
@@ -340,8 +340,8 @@ class TextLatentPipeline:
         if condition not in self.conditions:
             asked = "text from a latent (l2t)" if condition == "latent" else "a latent from its text (t2l)"
             raise UsageError(
-                f"{asked}: this model was never trained for it, as modes in the objective of its config.json says; "
-                "sample the other direction, or train with --modes.mode mixed"
+                f"{asked}: this model was never trained for it, according to modes in the objective of its "
+                "config.json; sample the other direction, or train with --modes.mode mixed"
             )
 
 

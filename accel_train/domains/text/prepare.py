@@ -133,8 +133,8 @@ def _dataset(
 ) -> TextLatentDataset:
     if table.shape != assets.latent_shape:
         raise UsageError(
-            f"--data.latents: latents of shape {table.shape} beside others of {assets.latent_shape}. Training, "
-            "held-out and checkpoint latents must come from one encoder with one latent_dim."
+            f"--data.latents: latents of shape {table.shape} and others of {assets.latent_shape}. Training, held-out "
+            "and checkpoint latents must come from one encoder with one latent_dim."
         )
     if order is not None and len(order) != len(texts):
         raise UsageError(

@@ -21,8 +21,8 @@ def notices(options: EvaluationConfig, data: PreparedData) -> list[str]:
     same = pairs_of_a_kind(kinds)
     if same:
         lines.append(
-            f"shuffled metrics: {same:,} of {len(kinds):,} samples have a partner of the same text, for more than half "
-            "of them are of one text; hold out more of the others"
+            f"shuffled metrics: {same:,} of {len(kinds):,} samples are paired with the same text, because more than "
+            "half of them share one text; hold out more of the others"
         )
     return lines
 

@@ -98,7 +98,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     """Split the rows of shards. Collective: every rank calls it (four barriers)."""
     if config.latents is not None or config.split != "train" or str(config.heldout_path).startswith(SPLIT):
         raise UsageError(
-            f"--data.path {config.path!r} is read by blocks, where data.latents and splits have no effect. Leave them "
+            f"--data.path {config.path!r} is read in blocks, where data.latents and splits have no effect. Leave them "
             "out, or give one JSONL file or a saved dataset, without data.read and data.shuffle_blocks."
         )
     heldout = Corpus([])
@@ -136,11 +136,11 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
     # At least 2, because evaluation also pairs each held-out text with the latent of another one.
     if train and heldout >= 2:
         return
-    remedy = "Bring more text, raise the fraction, or give --data.heldout_path."
+    remedy = "Add more text, raise the fraction, or give --data.heldout_path."
     share = f"--data.heldout_fraction {config.heldout_fraction:g}"
     if config.heldout_path is not None:
         share = f"--data.heldout_path {config.heldout_path!r}"
-        remedy = "Held-out texts are left out of training: give other ones to one of the two."
+        remedy = "Held-out texts are left out of training: give one of the two options different texts."
     if config.min_words > 1:
         remedy += f" Texts of fewer than {config.min_words} words are left out (--data.min_words)."
     raise UsageError(
@@ -158,8 +158,8 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     check_options_have_effect(config.path, config.split, config.text_column, heldout)
     if is_split and not has_splits(config.path):
         raise UsageError(
-            f"--data.heldout_path {config.heldout_path!r}: --data.path {config.path!r} has no splits, as files "
-            "and saved datasets of one part have none. Give the held-out file."
+            f"--data.heldout_path {config.heldout_path!r}: --data.path {config.path!r} has no splits, because files "
+            "and datasets saved without splits have none. Give the held-out file."
         )
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
@@ -249,7 +249,7 @@ def tokenise_corpus(
     if corpus.skipped + len(empty) > config.max_bad_rows:
         samples = [f"sample {index} ({corpus.texts[index][:60]!r})" for index in empty]
         raise UsageError(
-            f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
+            f"--data.path: tokenizer {config.tokenizer!r} finds no token in {shortened(samples, 1)}. Correct them, or "
             f"raise --data.max_bad_rows (now {config.max_bad_rows})."
         )
     # Tokenised again without them, so that texts and tokens have the same indices.

@@ -156,10 +156,10 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     words = sorted(most_frequent[:MAX_WORDS])
     largest = min(len(words), len(texts)) - 1
     if dim > largest:
-        lower = f"Lower it to {largest} at most, or bring more text." if largest > 0 else "Bring more text."
+        lower = f"Lower it to {largest} at most, or add more text." if largest > 0 else "Add more text."
         raise UsageError(
-            f"--data.latent_dim {dim}: encoder 'tfidf-svd' needs more training texts and more different words "
-            f"than dimensions; there are {len(texts)} texts and {len(words)} words. {lower}"
+            f"--data.latent_dim {dim}: encoder 'tfidf-svd' needs more training texts and more distinct words than "
+            f"dimensions; there are {len(texts)} texts and {len(words)} words. {lower}"
         )
     document_frequency = np.array([frequency[word] for word in words], np.float64)
     # Smoothed as in scikit-learn, as if one more text had every word.

@@ -80,8 +80,8 @@ class TextTokenizer:
         around = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= around:
             raise UsageError(
-                f"--data.max_length {max_length}: the tokenizer puts {around} special tokens around a text. "
-                f"At least {around + 1} is required, 16 or more is sensible."
+                f"--data.max_length {max_length}: the tokenizer puts {around} special tokens around a text. At least "
+                f"{around + 1} is required; 16 or more is sensible."
             )
         self._tokenizer.enable_truncation(max_length)
         ids: list[Tensor] = []
@@ -173,8 +173,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
-            f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 2 are special; at least "
-            f"{MIN_VOCAB_SIZE} is required, 2048 suits a small corpus."
+            f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 2 are special; at least {MIN_VOCAB_SIZE} "
+            "is required; 2048 suits a small corpus."
         )
     tokenizer = Tokenizer(models.BPE())
     # With the space, a word has the same pieces at the start of a text as inside it.
@@ -201,9 +201,8 @@ def transformers_tokenizer(name: str) -> TextTokenizer:
     except Exception as error:  # failures of hub, network, code and format have no common type
         raise UsageError(
             f"--data.tokenizer {name!r} cannot be loaded ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}). Required is 'trained', a local directory with tokenizer.json, "
-            "or a model id of the hub (without a network it must be in the local cache); code from a repository "
-            "is never run."
+            f"{' '.join(str(error).split())[:200]}). Give 'trained', a local directory with tokenizer.json, or a model "
+            "id of the hub (without a network it must be in the local cache); code from a repository is never run."
         ) from None
     if not getattr(loaded, "is_fast", False):
         raise UsageError(

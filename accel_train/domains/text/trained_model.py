@@ -44,8 +44,8 @@ def refuse_moved(assets: DataAssets) -> None:
     encoder = assets.encoder
     if isinstance(encoder, TransformerEncoder) and Path(encoder.name).is_absolute() and not Path(encoder.name).is_dir():
         raise UsageError(
-            f"encoder {encoder.name!r}: the folder with the text encoder of the training is not there; if it has "
-            "moved, give its place with --encoder (in Python, pipeline.with_models(encoder=...))"
+            f"encoder {encoder.name!r}: the folder with the text encoder used in training does not exist; if it has "
+            "moved, give its new location with --encoder (in Python, pipeline.with_models(encoder=...))"
         )
 
 
@@ -57,7 +57,7 @@ def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
     maskable = assets.tokenizer.maskable()
     for text in given:
         if not bool(maskable[assets.tokenizer.tokenise([text], assets.max_length).ids].any()):
-            raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
+            raise UsageError(f"text {text[:60]!r}: the tokenizer finds no token in it; give a text with words")
     return given
 
 

@@ -100,7 +100,7 @@ class _Injector:
             if since is not None and time.monotonic() - since > self._request.patience_seconds:
                 raise RuntimeError(
                     f"accel-train drill: SIGTERM was sent {self._request.patience_seconds:g} s ago and has not become "
-                    "a request to stop; the recipe, or a package that it imports, takes the signal for itself"
+                    "a request to stop; the recipe, or a package that it imports, handles the signal itself"
                 )
             time.sleep(0.01)
         self._record("fault", step)

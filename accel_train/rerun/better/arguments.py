@@ -14,7 +14,7 @@ def add_command(commands: Any) -> None:
     """Add the parser to the subparsers of ``accel-train``."""
     better: argparse.ArgumentParser = commands.add_parser("better", help=HELP, description=HELP)
     better.add_argument("a", metavar="A", help="run, for its newest checkpoint, or checkpoint; only read")
-    better.add_argument("b", metavar="B", help="the same of the other side")
+    better.add_argument("b", metavar="B", help="run or checkpoint to compare it with; only read")
     _add_flags(better)
     better.add_argument(
         "arguments",
@@ -27,7 +27,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     text = "metric that decides; NAME:max if larger is better; may be repeated; default: what the run or recipe names"
     parser.add_argument("--metric", dest="metrics", action="append", metavar="NAME", help=text)
     parser.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained both; the file is executed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -120,7 +120,7 @@ def _compare(
             "loop.heldout_means and metrics.evaluation.weighted_sums"
         )
     if [len(call) for call in a.calls] != [len(call) for call in b.calls]:
-        raise RunFailedError("the two evaluations are of different numbers of samples")
+        raise RunFailedError("the two evaluations have different numbers of samples")
     ours = ratios.read_sums(a.calls)
     theirs = ratios.read_sums(b.calls)
     # Checked first, because no ratio of sums is found for a value that is not finite.
@@ -133,7 +133,7 @@ def _compare(
     # Of a recipe's declaration, any one is enough: an evaluation need not have all.
     if not deciding or (given and unmeasured):
         raise UsageError(
-            f"--metric: {', '.join(unmeasured or declared)} is no mean over samples in this evaluation; it has "
+            f"--metric: {', '.join(unmeasured or declared)} is not a mean over samples in this evaluation; it has "
             f"{', '.join(names) or 'none'}; give one of these"
         )
     differences: list[Difference] = []

@@ -96,7 +96,7 @@ def find_recipe(a: Side, b: Side, given: str | None) -> Path:
     theirs = recorded.recipe_of(b.run, given)
     if ours != theirs:
         raise UsageError(
-            f"A was trained by {ours.name}, B by {theirs.name}; their held-out losses do not compare: give two "
+            f"A was trained by {ours.name}, B by {theirs.name}; their held-out losses cannot be compared: give two "
             "checkpoints of one recipe"
         )
     return ours
@@ -118,7 +118,7 @@ def resolve(side: Side, recipe: Path, seed: int, flags: Sequence[str], folder: P
     given = [name for name, origin in loaded.origins.items() if origin == "command line"]
     for name in given:
         if not is_covered(name, free):
-            raise UsageError(f"--{name}: the checkpoints have been trained with it; flags may change {GROUP}* only")
+            raise UsageError(f"--{name}: the checkpoints were trained with it; flags may only change {GROUP}*")
     return Resolved(to_tree(loaded.config), loaded.config.recipe.decided_by)
 
 
@@ -126,8 +126,8 @@ def refuse_different(a: Side, b: Side, options_a: Tree, options_b: Tree) -> None
     """Raise ``UsageError`` if the data or the evaluations differ, with the values of both sides."""
     if a.fingerprint != b.fingerprint:
         raise UsageError(
-            f"A was trained with data of fingerprint {shown(a.fingerprint)}, B with {shown(b.fingerprint)}: they have "
-            "other held-out samples, so no difference can be paired; give two checkpoints of the same data"
+            f"A was trained with data of fingerprint {shown(a.fingerprint)}, B with {shown(b.fingerprint)}: their "
+            "held-out samples differ, so no difference can be paired; give two checkpoints of the same data"
         )
     ours = flatten(options_a)
     theirs = flatten(options_b)

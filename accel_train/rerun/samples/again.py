@@ -61,7 +61,7 @@ def find_beginning(run: RecordedRun, recipe: Path, step: int, option: str) -> Be
         steps = shortened([str(saved) for saved, _ in run.checkpoints], 12)
         raise UsageError(
             f"{option}: {run.directory} began from another run's checkpoint, and has none at or before step {step} "
-            f"from which it can go on; it has {steps}; use the run that it began from"
+            f"from which it can continue; it has {steps}; use the run that it began from"
         )
     return Beginning(run, recipe, checkpoint)
 

@@ -27,12 +27,12 @@ def _add_blame(blame: argparse.ArgumentParser) -> None:
     blame.add_argument("run", metavar="RUN", help="directory of a run; the receipt goes into its report")
     blame.add_argument("--step", type=int, required=True, metavar="N", help="step as in the log, counted from 1")
     blame.add_argument(
-        "--top", type=int, default=10, metavar="K", help="samples shown, furthest out first; default: 10"
+        "--top", type=int, default=10, metavar="K", help="samples shown, largest distance first; default: 10"
     )
     text = "distance beyond which a sample is a suspect, in robust standard deviations; default: 6"
     blame.add_argument("--limit", type=float, default=6.0, metavar="Z", help=text)
     blame.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
-    blame.add_argument("--json", action="store_true", help="print the receipt in place of the table")
+    blame.add_argument("--json", action="store_true", help="print the receipt instead of the table")
 
 
 def _blame(arguments: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def _add_forget(forget: argparse.ArgumentParser) -> None:
     forget.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
     text = "indices in the training split, as accel-train blame prints them"
     forget.add_argument("samples", type=int, nargs="+", metavar="SAMPLE", help=text)
-    forget.add_argument("--output_dir", help="directory of the new run; default: beside the run")
+    forget.add_argument("--output_dir", help="directory of the new run; default: next to the run")
     forget.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
 
 

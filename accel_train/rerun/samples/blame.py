@@ -203,11 +203,11 @@ def report(found: Blame, top: int) -> list[str]:
     nothing = "no suspects: no sample of this step stands out by its gradient"
     if usual < suspects.FEWEST:
         few = (
-            f"distances need at least {suspects.FEWEST} samples with a finite gradient above 0, and step {found.step} "
+            f"distances need at least {suspects.FEWEST} samples with a finite gradient above 0, but step {found.step} "
             f"has {usual}"
         )
         lines.append(f"no distance: {few}")
-        nothing = f"no suspects can be told: {few}"
+        nothing = f"no suspects can be identified: {few}"
     else:
         lines.append(
             f"distance: of the log gradient norm from the median {middle:.4g} of {usual} samples, in "
@@ -216,10 +216,7 @@ def report(found: Blame, top: int) -> list[str]:
     if found.as_recorded:
         lines.append("loss and gradient norm of the whole step have the bits that the run logged")
     if not found.finite_weights:
-        nothing = (
-            f"no suspects: the weights before step {found.step} are not finite, so they are at fault, and with them an "
-            "earlier step"
-        )
+        nothing = f"no suspects: the weights before step {found.step} are not finite, so an earlier step is at fault"
     lines += _comparison(found)
     if not found.suspects:
         return [*lines, nothing]

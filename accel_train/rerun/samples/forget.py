@@ -48,7 +48,7 @@ def forget(request: Request) -> int:
     _refuse_unknown(request, found["dataset_size"])
     first = found["first_use"]
     if first is None:
-        print(f"none of these samples was used up to step {run.last_step}: the run is without them already", flush=True)
+        print(f"none of these samples was used up to step {run.last_step}: the run already excludes them", flush=True)
         return 0
     _refuse_without_checkpoint(run, request, first)
     print(f"first use of these samples: step {first}", flush=True)

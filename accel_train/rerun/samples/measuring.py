@@ -44,7 +44,9 @@ def measuring(request: Request, training: Training, prepared: TrainState, _: Map
     processes = prepared.accelerator.num_processes
     if processes > 1:
         # A backward of one sample would need every process to make it, with weight 0 on all but one.
-        raise UsageError(f"{processes} processes: samples are measured in one; start it without a launcher's variables")
+        raise UsageError(
+            f"{processes} processes: samples are measured in one process; start it without a launcher's variables"
+        )
     training.steps = _steps(training.steps, training, request)
     yield
 

@@ -94,8 +94,8 @@ def open_environment(place: str) -> Environment:
     found = Environment(**json.loads(done.stdout.strip().splitlines()[-1]))
     if found.sources_sha256 != _hash_sources():
         raise UsageError(
-            f"--upgrade {place}: its accel_train in {found.source} has other sources than {SOURCE}, so a difference "
-            f"would not be that of the packages; install this one: {_pip_command(interpreter)}"
+            f"--upgrade {place}: its accel_train in {found.source} has different sources than {SOURCE}, so a "
+            f"difference might not come from the packages; install this one: {_pip_command(interpreter)}"
         )
     return found
 

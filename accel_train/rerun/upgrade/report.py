@@ -132,7 +132,7 @@ def _with_notes(
         (row,) = agreement.rows_of(wanted, {located.step: side.line})
         if row.differing:
             located = located.because(
-                f"{side.name}, the recorded step has other bits than before ({', '.join(row.differing)}): compiled "
+                f"{side.name}, the recorded step has different bits than before ({', '.join(row.differing)}): compiled "
                 "code runs eagerly while it is recorded, or kernels add in no fixed order"
             )
         if found is None and recording.unstable:
@@ -140,11 +140,11 @@ def _with_notes(
             _, position, _ = min(recording.unstable, key=lambda value: value[1])
             operator = recording.trace[position]["operator"]
             located = located.because(
-                f"{side.name}, two recordings of the step differ from {operator} on, so its results say nothing about "
-                "the environments"
+                f"{side.name}, two recordings of the step differ from {operator} on, so its results cannot tell the "
+                "environments apart"
             )
     if found is None:
-        located = located.because("no recorded operator has other outputs for equal inputs")
+        located = located.because("no recorded operator has different outputs for equal inputs")
     return located
 
 
@@ -153,7 +153,7 @@ def lines(found: Comparison) -> list[str]:
     result = found.result
     printed = agreement.table(result.rows, result.weights, NAMES)
     if found.as_recorded is not None:
-        same = "the logged bits" if found.as_recorded == 0 else f"other bits from step {found.as_recorded} on"
+        same = "the logged bits" if found.as_recorded == 0 else f"different bits from step {found.as_recorded} on"
         printed.append(f"here, compared with what the run logged: {same}")
     if found.located is not None:
         printed += _located_lines(found.located, result)
@@ -172,7 +172,9 @@ def _located_lines(located: Located, result: Result) -> list[str]:
     if row is not None:
         # A difference of the last bits may take some steps to show in a loss.
         if row.step != located.step:
-            printed.append(f"first step with another loss or gradient norm: {row.step} ({', '.join(row.differing)})")
+            printed.append(
+                f"first step with a different loss or gradient norm: {row.step} ({', '.join(row.differing)})"
+            )
         width = max(map(len, row.differing))
         for name in row.differing:
             a, b = row.values[name]
@@ -187,7 +189,7 @@ def _operator_lines(located: Located) -> list[str]:
         return []
     if located.kind == "operators":
         return [
-            "first difference of operators: other operators are called, with another result",
+            "first difference of operators: different operators are called, with a different result",
             f"  here: {_sequence(located.here)}",
             f"  upgraded: {_sequence(located.there)}",
             *_place((*located.here, *located.there)[0]),
@@ -195,13 +197,13 @@ def _operator_lines(located: Located) -> list[str]:
     operator, other = located.here[0], located.there[0]
     name = operator["operator"]
     if located.kind == "inputs":
-        first = f"first operator with other inputs, which no operator of this step has computed: {name}"
+        first = f"first operator with different inputs that no operator of this step has computed: {name}"
         return [first, *_place(operator)]
     if located.kind == "arguments":
         names = [key for key, value in operator["arguments"].items() if value != other["arguments"].get(key)]
         changed = [f"{key} {operator['arguments'][key]} -> {other['arguments'].get(key)}" for key in names]
-        return [f"first operator with other arguments: {name} ({', '.join(changed)})", *_place(operator)]
-    printed = [f"first operator with another output for equal inputs: {name}", *_place(operator)]
+        return [f"first operator with different arguments: {name} ({', '.join(changed)})", *_place(operator)]
+    printed = [f"first operator with a different output for equal inputs: {name}", *_place(operator)]
     printed.append(f"  inputs {_shapes(operator['inputs'])}; outputs {_shapes(operator['outputs'])}")
     if located.largest is not None:
         printed.append(f"  largest difference, A here, B upgraded: {located.largest}")

@@ -97,5 +97,5 @@ def test_only_the_cache_is_filled(made: Path, tmp_path: Path) -> None:
 
 def test_bits_need_a_base_that_names_its_files(made: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    with pytest.raises(UsageError, match=r"checkpoints.base: embed, and the frozen weights are quantised"):
+    with pytest.raises(UsageError, match=r"checkpoints.base: embed, but the frozen weights are quantised"):
         train(made, "lora_6gb", tmp_path / "run", "--checkpoints.base", "embed")

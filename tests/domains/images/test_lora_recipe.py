@@ -358,7 +358,7 @@ def test_an_earlier_row_that_cannot_be_read_is_named(
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
         (("--blocks_to_swap", "8"), r"blocks_to_swap.*--offload_frozen"),
-        (("--offload_frozen", "--checkpoints.base", "embed"), r"offload_frozen: checkpoints would hold the frozen"),
+        (("--offload_frozen", "--checkpoints.base", "embed"), r"offload_frozen: checkpoints would contain the frozen"),
     ],
 )
 def test_wrong_options(flags: tuple[str, ...], message: str, made: Path) -> None:

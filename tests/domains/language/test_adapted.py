@@ -334,7 +334,7 @@ def test_a_wrong_merge_is_refused(base: Path, tmp_path: Path, monkeypatch: pytes
         model.get_input_embeddings().weight.data += 0.1
 
     monkeypatch.setattr(adapted, "merge_adapter", wrong)
-    with pytest.raises(UsageError, match=r"the model with its adapters merged has other outputs than the base"):
+    with pytest.raises(UsageError, match=r"the outputs of the merged model differ from those of the base"):
         cli._main(["export", str(run), str(tmp_path / "out"), "--merged", "--precision", "bf16"])
     assert not (tmp_path / "out").exists()
 
@@ -448,7 +448,7 @@ USES: dict[str, Callable[[Path, Path], Any]] = {
 def test_a_base_that_is_gone_is_named(use: str, base: Path, tmp_path: Path) -> None:
     folder, run = moved(base, tmp_path)
     shutil.rmtree(folder)
-    says = rf"^{run}/checkpoints/checkpoint_00000003: its base, {folder}, is not there; bring it back"
+    says = rf"^{run}/checkpoints/checkpoint_00000003: its base, {folder}, does not exist; restore it"
     with pytest.raises(UsageError, match=says):
         USES[use](run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -493,7 +493,7 @@ def test_adapters_of_peft_are_taken_without_a_reference(
     pipeline = load(base, adapters={"theirs": tmp_path})
     assert torch.equal(logits(pipeline.model), logits(load(run).model))
     assert "nothing says which files its base is" in caplog.text
-    with pytest.raises(UsageError, match=r"do not say which files their base is, as peft writes them; give the base"):
+    with pytest.raises(UsageError, match=r"do not record the files of their base \(peft writes none\); give the base"):
         load(tmp_path)
 
 
@@ -597,10 +597,13 @@ def test_damaged_adapters_are_refused(damage: str, base: Path, exported: Path, t
     [
         ("[]", r"pipeline.json: cannot be read"),
         ('{"format": 99, "pipeline": "accel_train.domains.language.pipeline:LanguagePipeline"}', r"format 99"),
-        ('{"pipeline": "os:system"}', r"pipeline.json: names the pipeline 'os:system', which is none of this package"),
+        (
+            '{"pipeline": "os:system"}',
+            r"pipeline.json: names the pipeline 'os:system', which is not part of this package",
+        ),
         ('{"files": 3}', r"pipeline.json: cannot be read"),
         ('{"files": {"../x": "0"}}', r"\.\./x changed since the export"),
-        (OURS + '{"source": "x", "files": {"model.safetensors": {}}}}', r"its base has no source and sha256"),
+        (OURS + '{"source": "x", "files": {"model.safetensors": {}}}}', r"does not record the source and the sha256"),
         (OURS + '{"source": "x", "files": {"a": {"sha256": "0"}}}}', r"its base, x, is not there"),
     ],
 )

@@ -130,7 +130,7 @@ def test_the_loss_by_chunks_is_proven_at_the_start() -> None:
         return output
 
     model.model.forward = other
-    with pytest.raises(UsageError, match=r"--model.loss_chunk 5: LlamaForCausalLM has another loss by chunks, by "):
+    with pytest.raises(UsageError, match=r"--model.loss_chunk 5: LlamaForCausalLM has a different loss by chunks, by "):
         row_checks.check_chunks(model, 5)
 
 

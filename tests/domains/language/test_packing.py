@@ -191,7 +191,7 @@ def test_a_model_that_takes_positions_and_does_not_mask_is_refused(
     model = tiny.model().to(dtype)
     real = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **named: real(**{**named, "position_ids": None}))
-    with pytest.raises(UsageError, match=r"LlamaForCausalLM: two texts in one row have other logits than alone"):
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM: two texts in one row have different logits than alone"):
         row_checks.check_packing(model)
 
 

@@ -156,7 +156,7 @@ def test_what_a_tokenizer_cannot_take_is_refused(pipeline: LanguagePipeline) -> 
     with pytest.raises(UsageError, match=r"the chat template refuses them .*no user may speak"):
         without(CHAT)
     without.tokenizer.backend_tokenizer.post_processor = None
-    with pytest.raises(UsageError, match="leaves no token of it"):
+    with pytest.raises(UsageError, match="finds no token in it"):
         without("")
     without.tokenizer.chat_template = tiny.CHATML + "{{ mood }}"
     with pytest.raises(UsageError, match=r"the chat template refuses them .*surrogates not allowed"):
@@ -229,9 +229,9 @@ def test_the_command_answers_as_the_pipeline_does(
         (["--text", "a", "--tools", "[" * 100_000], "no JSON .*recursion"),
         (["--text", "a", "--chat_template_kwargs", '{"x": "\\ud83d"}'], "no JSON .*surrogates not allowed"),
         (["--text", "a", "--tools", "none.json"], "tools 'none.json' cannot be read"),
-        (["--text", "a", "--tools", "{}"], "tools '{}': a list is required, this is dict"),
+        (["--text", "a", "--tools", "{}"], "tools '{}': a list is required, not dict"),
         (["--text", "a", "--chat_template_kwargs", "[]"], r"chat_template_kwargs '\[\]': an object is required"),
-        (["--text", "a", "--tools", "[{}]"], "are for the template of chats, and 'a' is a text"),
+        (["--text", "a", "--tools", "[{}]"], "are for chat templates, but 'a' is a text"),
     ],
 )
 def test_wrong_flags_are_refused(words: list[str], reason: str, run: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_column_that_no_table_has_is_refused_before_a_row_is_read(kind: str, t
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("", "holds no usable row"), ('{"a"\n{"b": "c"}', r"other.jsonl:1: not JSON")]
+    ("content", "message"), [("", "contains no usable row"), ('{"a"\n{"b": "c"}', r"other.jsonl:1: not JSON")]
 )
 def test_a_column_of_files_without_a_row_is_not_what_is_missing(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text(content)
@@ -239,7 +239,7 @@ def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
         UsageError, match=r"--data.heldout_path 'split=second': --data.path .*rows.jsonl' has no splits"
     ):
         prepared(tmp_path, heldout_path="split=second", heldout_fraction=0)
-    with pytest.raises(UsageError, match=r"data.split: valid: has no effect .*as files have no splits"):
+    with pytest.raises(UsageError, match=r"data.split: valid: has no effect .*because files have no splits"):
         prepared(tmp_path, split="valid", heldout_path=held, heldout_fraction=0)
 
 
@@ -252,7 +252,9 @@ def test_a_split_of_a_dataset_without_splits_is_refused(tmp_path: Path) -> None:
     for more in ({}, {"more_paths": (other,)}, {"heldout_path": other, "heldout_fraction": 0}):
         with pytest.raises(UsageError, match=r"data.split: valid: has no effect with --data.path '.*saved'"):
             prepared(tmp_path, path=saved, split="valid", **more)
-    with pytest.raises(UsageError, match=r"--data.path '.*saved' has no splits, as files and saved datasets of one"):
+    with pytest.raises(
+        UsageError, match=r"--data.path '.*saved' has no splits, because files and datasets saved without"
+    ):
         prepared(tmp_path, path=saved, heldout_path="split=valid", heldout_fraction=0)
 
 
@@ -260,11 +262,11 @@ def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_pat
     (tmp_path / "held.txt").write_text("\n".join(LINES))
     held = str(tmp_path / "held.txt")
     with pytest.raises(
-        UsageError, match=r"--data\.path .*: all of its rows are held out, as --data\.heldout_path '.*held"
+        UsageError, match=r"--data\.path .*: all of its rows are held out, because --data\.heldout_path '.*held"
     ):
         prepared(tmp_path, heldout_path=held, heldout_fraction=0)
     # Bad rows are no held-out rows.
-    with pytest.raises(UsageError, match=r"--data\.path .* holds no usable row \(1 bad rows\)"):
+    with pytest.raises(UsageError, match=r"--data\.path .* contains no usable row \(1 bad rows\)"):
         prepared(tmp_path, {"text": 3}, heldout_path=held, heldout_fraction=0, max_bad_rows=1)
 
 
@@ -272,7 +274,9 @@ def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_pat
 def test_held_out_rows_that_cannot_be_used_are_named_by_their_option(content: str, bad: int, tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text(content)
     given: dict[str, Any] = {"heldout_path": str(tmp_path / "held.jsonl"), "heldout_fraction": 0}
-    with pytest.raises(UsageError, match=rf"^--data.heldout_path '.*held.jsonl' holds no usable row \({bad} bad rows"):
+    with pytest.raises(
+        UsageError, match=rf"^--data.heldout_path '.*held.jsonl' contains no usable row \({bad} bad rows"
+    ):
         prepared(tmp_path, max_bad_rows=bad, **given)
     if bad:
         with pytest.raises(UsageError, match=r"^--data.heldout_path: .*held.jsonl:1: 'text' is empty"):
@@ -368,7 +372,7 @@ def test_a_source_that_adds_nothing_to_a_mixture_is_refused(tmp_path: Path) -> N
         (json.dumps({"text": one}), r"0 bad rows, 1 held out", held),
     ):
         more.write_text(content)
-        with pytest.raises(UsageError, match=rf"^--data.more_paths '{more}': a source of the mixture .*\({why}\)"):
+        with pytest.raises(UsageError, match=rf"^--data.more_paths '{more}': this source of the mixture .*\({why}\)"):
             mixture(tmp_path, 1, 3, more_paths=(str(more),), max_bad_rows=2, **options)
 
 
@@ -383,7 +387,7 @@ def test_a_source_given_twice_is_found_however_it_is_named(tmp_path: Path) -> No
         (f"{tmp_path}/t*", "both have .*table.jsonl"),
         (str(tmp_path / "copy.jsonl"), "both have the same rows"),
     ):
-        with pytest.raises(UsageError, match=rf"a source twice: '{table}' and .*, {why}.*--data.repeats"):
+        with pytest.raises(UsageError, match=rf"a source is named twice: '{table}' and .*, {why}.*--data.repeats"):
             mixture(tmp_path, more_paths=(other,))
 
 
@@ -421,14 +425,14 @@ def test_chats_with_a_text_for_each_answer_are_counted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"heldout_fraction": 0.01, "max_length": 512, "chat_template": str(template)}
     data = prepared(tmp_path, *LINES, *chats, single, **options)
     assert data.train.texts + data.heldout.texts == len(LINES) + 2 * 3 + 1
-    (notice,) = [notice for notice in data.notices if notice.startswith("2 chats are a text for each answer")]
+    (notice,) = [notice for notice in data.notices if notice.startswith("2 chats become one text per answer")]
     tokens = [data.train.text(number)[0].tolist() for number in range(data.train.texts)]
     answers = [text for text in tokens if data.tokenizer.decode(text[-12:]).endswith("<|end|>\n")]
     repeated = sorted(map(len, answers))[1:5]  # of six texts and the single one, without the two longest
     assert f"This repeats {sum(repeated):,} tokens of earlier turns" in notice
     (tmp_path / "none").mkdir()
     none = prepared(tmp_path / "none", *LINES, single, **options)
-    assert not any("a text for each answer" in notice for notice in none.notices)
+    assert not any("become one text per answer" in notice for notice in none.notices)
 
 
 def test_of_a_few_rows_one_is_held_out(tmp_path: Path) -> None:
@@ -490,7 +494,7 @@ def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:
     data = prepared(tmp_path, *asked, {"text": "z"}, text_column="question", heldout_fraction=0.01, max_bad_rows=1)
     train = data.notices[0].split(" ")[0]
     (notice,) = (notice for notice in data.notices if "--data.text_column" in notice)
-    assert notice.startswith("'question' (--data.text_column) alone is trained on")
+    assert notice.startswith("only 'question' (--data.text_column) is trained on")
     assert f"not read: 'answer' ({train} rows), 'note' (" in notice
 
 
@@ -521,7 +525,7 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
     source = ModelConfig(source=str(tiny.save(tmp_path / "base")))
     tokenizers.train_tokenizer(["quite other words"] * 9, 320).save_pretrained(tmp_path / "other")
     for name in (str(tmp_path / "other"), tokenizers.TRAINED):
-        with pytest.raises(UsageError, match=rf"--data.tokenizer {name}: \d+ of \d+ ids stand for other pieces"):
+        with pytest.raises(UsageError, match=rf"--data.tokenizer {name}: \d+ of \d+ ids stand for different pieces"):
             prepared(tmp_path, *[f"{line} zebra" for line in LINES], model=source, tokenizer=name)
     more = tiny.tokenizer()
     more.add_tokens(["<|end|>"], special_tokens=True)
@@ -540,7 +544,7 @@ def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     data = prepared(tmp_path, *LINES, thought, **options)
     assert any("1 chats have reasoning_content that the chat template does not write" in n for n in data.notices)
     assert data.answer_end is None
-    assert any("ends an answer with no special token" in notice for notice in data.notices)
+    assert any("does not end an answer with a special token" in notice for notice in data.notices)
     (tmp_path / "texts").mkdir()
     texts = prepared(tmp_path / "texts", *LINES, **options)
     assert not any("special token" in notice for notice in texts.notices)
@@ -601,7 +605,7 @@ def test_a_chat_that_the_template_does_not_take_is_a_bad_row(template: str, mess
 
 def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
-    with pytest.raises(UsageError, match=r"rows.jsonl:101 has messages, and the tokenizer has no chat template"):
+    with pytest.raises(UsageError, match=r"rows.jsonl:101 has messages, but the tokenizer has no chat template"):
         prepared(tmp_path, *LINES, chat)
     with pytest.raises(UsageError, match=r"--data.chat_template 'nothing.jinja' cannot be read"):
         prepared(tmp_path, chat_template="nothing.jinja")
@@ -614,9 +618,9 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
         ({"heldout_fraction": 0.0}, "leaves nothing to evaluate on"),
         (
             {"more_paths": ("b",), "repeats": (1, 2, 3)},
-            "repeats 1 2 3: 3 numbers, and 2 are required: one for --data.path",
+            "repeats 1 2 3: 3 numbers, but 2 are required: one for --data.path",
         ),
-        ({"path": "a", "more_paths": ("b", "a")}, "--data.path 'a' --data.more_paths 'b' 'a': a source twice"),
+        ({"path": "a", "more_paths": ("b", "a")}, "--data.path 'a' --data.more_paths 'b' 'a': a source is named twice"),
         ({"tokenizer": "x", "vocab_size": 300}, "data.vocab_size: 300: has no effect with data.tokenizer: x"),
     ],
 )
@@ -637,7 +641,7 @@ def test_one_row_leaves_none_to_evaluate_on(tmp_path: Path) -> None:
 
 def test_equal_rows_are_all_on_one_side(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"all 5 rows have the same text, .* bring others, or give --data.heldout_path"
+        UsageError, match=r"all 5 rows have the same text, .* add other rows, or give --data.heldout_path"
     ):
         prepared(tmp_path, *["one row again"] * 5)
 
@@ -720,5 +724,5 @@ def test_a_resume_keeps_the_trained_tokenizer_whatever_the_rows(changed: str, tm
     with pytest.raises(UsageError, match=r"trained --data\.vocab_size 330: .* was trained with .*vocab_size 320, and"):
         prepared(tmp_path, **resume, vocab_size=330)
     tiny.tokenizer().save_pretrained(tmp_path / "named")
-    with pytest.raises(UsageError, match="its weights know the ids of no other tokenizer"):
+    with pytest.raises(UsageError, match="its weights only know the ids of that tokenizer"):
         prepared(tmp_path, **resume, tokenizer=str(tmp_path / "named"))

@@ -280,7 +280,7 @@ def test_a_missing_pad_token_is_set_and_said() -> None:
     tokenizer.pad_token = None
     size = len(tokenizer)
     (notice,) = tokenizers.set_pad_token(tokenizer)
-    assert "no pad token: '</s>' is set" in notice
+    assert "no pad token: '</s>' is used" in notice
     assert (tokenizer.pad_token_id, len(tokenizer)) == (tokenizer.eos_token_id, size)
 
 

@@ -40,7 +40,7 @@ def test_a_base_in_bf16_is_proven() -> None:
 def test_a_model_whose_tokens_see_later_ones_is_refused(config: str, name: str) -> None:
     """Their classes for language models look both ways unless the config makes them decoders."""
     model = tiny.model(ModelConfig(config=config, **SIZES, intermediate_size=64, num_attention_heads=2))
-    with pytest.raises(UsageError, match=f"{name}: with another last token the logits before it change"):
+    with pytest.raises(UsageError, match=f"{name}: changing the last token changes the logits before it"):
         row_checks.check_rows(model, packing=False)
 
 
@@ -74,14 +74,16 @@ def test_a_vocabulary_of_any_size_has_another_token() -> None:
 
 def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
     sizes = {**SIZES, "intermediate_size": 64, "num_attention_heads": 2}
-    with pytest.raises(UsageError, match=r"--model.num_attention_heads 3: the config of llama refuses it: Strict"):
+    with pytest.raises(UsageError, match=r"--model.num_attention_heads 3: the config of llama rejects it: Strict"):
         tiny.model(ModelConfig(config="llama", **{**sizes, "num_attention_heads": 3}))
     with pytest.raises(UsageError, match=r"--model.num_key_value_heads: 3; a divisor of the 2 attention heads"):
         tiny.model(ModelConfig(config="llama", num_key_value_heads=3, **sizes))
     model = tiny.model(ModelConfig(config="llama", **sizes))
     projection = model.get_submodule("model.layers.0.self_attn.k_proj")
     projection.weight = torch.nn.Parameter(projection.weight[:-1])
-    with pytest.raises(UsageError, match=r"LlamaForCausalLM cannot take a row of 16 tokens: RuntimeError: .* fit each"):
+    with pytest.raises(
+        UsageError, match=r"LlamaForCausalLM cannot take a row of 16 tokens: RuntimeError: .* fit together"
+    ):
         row_checks.check_rows(model, packing=True)
 
 
@@ -91,5 +93,5 @@ def test_a_run_of_such_a_model_is_a_usage_error(tmp_path: Path) -> None:
     words = (sys.executable, str(ROOT / "recipes" / "causal_lm.py"), *flags.split(), str(tmp_path / "run"))
     done: subprocess.CompletedProcess[str] = zygote.run(words, env=environment(), timeout=300)
     assert done.returncode == 2, done.stdout
-    assert "a token sees the one that it is to predict" in done.stdout
+    assert "a token sees the one that it must predict" in done.stdout
     assert not (tmp_path / "run").exists()

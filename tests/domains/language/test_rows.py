@@ -239,7 +239,7 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"input": 3, "output": 4, "body": "a"}, "; set --data.text_column body"),
         ({"Instruction": "a", "input": "", "Output": "b"}, "; write 'Instruction', 'Output' in lower case"),
         ({"Text": "a"}, "; set --data.text_column Text"),
-        ({"frage": "a", "antwort": "b"}, r"of its texts \['antwort', 'frage'\] write what is asked as 'prompt'"),
+        ({"frage": "a", "antwort": "b"}, r"of its texts \['antwort', 'frage'\], write the question as 'prompt'"),
         (
             {"conversations": [{"from": "human", "value": "x"}]},
             "no message has the role 'assistant', so there is nothing to learn; its roles are 'user'",
@@ -288,25 +288,25 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ),
         (
             {"messages": [USER, {"role": "Asistant", "content": "y"}]},
-            "its roles are 'user', 'Asistant'; write 'assistant' in place of 'Asistant'",
+            "its roles are 'user', 'Asistant'; write 'assistant' instead of 'Asistant'",
         ),
         ({"messages": [USER, {"role": "x" * 99, "content": "y"}]}, f"its roles are 'user', '{'x' * 40}'[.]"),
         # The escapes of JSON can spell half a pair, as an emoji cut in two.
-        ({"text": "\ud83d lone"}, "'text' holds half of a surrogate pair, which is no character"),
-        ({"prompt": "\ud83d", "completion": "x"}, "'prompt' holds half of a surrogate pair"),
-        ({"prompt": "x", "completion": "\ud83d"}, "'completion' holds half of a surrogate pair"),
-        ({"messages": [USER, {**ANSWER, "content": "\ud83d"}]}, "'messages' holds half of a surrogate pair"),
+        ({"text": "\ud83d lone"}, "'text' contains half of a surrogate pair, which is not a character"),
+        ({"prompt": "\ud83d", "completion": "x"}, "'prompt' contains half of a surrogate pair"),
+        ({"prompt": "x", "completion": "\ud83d"}, "'completion' contains half of a surrogate pair"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud83d"}]}, "'messages' contains half of a surrogate pair"),
         (
             {"prompt": [{**USER, "content": "\ud83d"}], "completion": [ANSWER]},
-            "'messages' holds half of a surrogate",
+            "'messages' contains half of a surrogate",
         ),
-        ({"messages": [USER, ANSWER], "tools": [{"a": {"\ud83d": 1}}]}, "'tools' holds half of a surrogate pair"),
+        ({"messages": [USER, ANSWER], "tools": [{"a": {"\ud83d": 1}}]}, "'tools' contains half of a surrogate pair"),
         (
             {"text": None},
             r"null in \['text'\]; text in 'text', or 'messages', or 'prompt' and 'completion', is required",
         ),
         ({"text": None, "n": 1}, r"null in \['text'\]; text in 'text'"),
-        ({"prompt": None, "completion": "x"}, r"'prompt' is null beside 'completion'; text is required"),
+        ({"prompt": None, "completion": "x"}, r"'prompt' is null, but 'completion' is not; text is required"),
         ({"messages": None}, r"null in \['messages'\]; text in 'text', or 'messages'"),
         ([1], "a JSON list, not an object"),
         ({"conversations": [{"from": ["human"], "value": "x"}, ANSWER]}, "message 1 has list as 'role'; text is"),
@@ -314,8 +314,11 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"messages": [{**USER, "content": [{"type": ["x"]}]}, ANSWER]}, r"has parts of \[\"\['x'\]\"\]; text"),
         ({"messages": [USER, ANSWER], "tools": DEEP}, "'tools' is str; a list of JSON schemas"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": DEEP}, "'chat_template_kwargs' is str; an object"),
-        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"x": "\ud83d"}}, "'chat_template_kwargs' holds half of"),
-        ({"messages": [{"role": "\ud83d"}, ANSWER]}, "'messages' holds half of a surrogate pair"),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"x": "\ud83d"}},
+            "'chat_template_kwargs' contains half of",
+        ),
+        ({"messages": [{"role": "\ud83d"}, ANSWER]}, "'messages' contains half of a surrogate pair"),
     ],
 )
 def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: Path) -> None:
@@ -441,7 +444,7 @@ def test_an_empty_file_has_no_rows(content: str, tmp_path: Path) -> None:
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing.jsonl does not exist"):
         read(tmp_path / "nothing.jsonl")
-    with pytest.raises(UsageError, match="is no source of rows"):
+    with pytest.raises(UsageError, match="is not a source of rows"):
         read(tmp_path)
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"x.txt cannot be read as text \(it is UTF-16, but UTF-8 is required"):

@@ -157,6 +157,6 @@ def test_adapters_are_no_source(place: str, server: HubServer, base: Path, tmp_p
     if place == "Hub":
         push(server, base)
         source = REPOSITORY
-    with pytest.raises(UsageError, match=rf"--model.source '{source}' holds adapters .*Merge .*or give that base"):
+    with pytest.raises(UsageError, match=rf"--model.source '{source}' contains adapters .*Merge .*or give that base"):
         train(tmp_path, 1, source=source)
     assert not (tmp_path / "run" / "checkpoints").exists()

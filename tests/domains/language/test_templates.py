@@ -97,7 +97,7 @@ def test_what_a_template_leaves_unmarked_in_a_completion_is_not_learned() -> Non
 
 def test_a_marked_prompt_written_in_another_way_is_refused() -> None:
     rewriting = tiny.MARKED.replace("message['content'] }}\n{% end", "loop.length }}\n{% end")
-    with pytest.raises(UsageError, match=r"f:3: the chat template writes the prompt in another way"):
+    with pytest.raises(UsageError, match=r"f:3: the chat template writes the prompt differently"):
         templates.encode(Row("f:3", messages=CHAT, first_trained=3), tiny.tokenizer(rewriting))
 
 
@@ -153,7 +153,7 @@ def test_a_template_with_a_date_is_named() -> None:
 
 
 def test_messages_without_a_template_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"f:3 has messages, and the tokenizer has no chat template.*chat_template"):
+    with pytest.raises(UsageError, match=r"f:3 has messages, but the tokenizer has no chat template.*chat_template"):
         templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer())
 
 
@@ -360,7 +360,7 @@ def test_a_prompt_is_given_tools_and_options_as_a_row_is() -> None:
     prompt = templates.encode_prompt(CHAT[:2], tokenizer, tools, {"mood": "grave"})
     assert tokenizer.decode(prompt).startswith(" look grave\n")
     assert templates.encode(row, tokenizer).texts[0].ids[: len(prompt)] == prompt
-    with pytest.raises(UsageError, match="tools and chat_template_kwargs are for the template of chats, and 'Stand'"):
+    with pytest.raises(UsageError, match="tools and chat_template_kwargs are for chat templates, but 'Stand'"):
         templates.encode_prompt("Stand", tokenizer, tools)
 
 

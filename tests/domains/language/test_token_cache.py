@@ -381,7 +381,7 @@ def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConf
     assert f"files without rows are left out: {folder / '1.parquet'}" in cached(changed).notices
     for file in folder.iterdir():
         file.unlink()
-    with pytest.raises(UsageError, match="is no source of rows"):
+    with pytest.raises(UsageError, match="is not a source of rows"):
         cached(changed)
     with pytest.raises(UsageError, match=r"matches no file. Give a pattern"):
         cached(dataclasses.replace(config, path=str(folder / "*.parquet")))

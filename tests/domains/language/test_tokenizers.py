@@ -44,8 +44,8 @@ def test_pretrained_weights_take_no_other_tokenizer(tmp_path: Path) -> None:
     made[0].save_pretrained(tmp_path)
     assert not tokenizers.refuse_other_than_source(made[0], "same", str(tmp_path), None)
     says = (
-        rf"^--data.tokenizer x: \d+ of \d+ ids stand for other pieces .* --model.source {tmp_path} \(the first is \d+, "
-        r"'.*[cd].*' here and '.*[ab].*' there\).* Leave --data.tokenizer out, or train from scratch"
+        rf"^--data.tokenizer x: \d+ of \d+ ids stand for different pieces .* --model.source {tmp_path} \(the first is "
+        r"\d+, '.*[cd].*' here and '.*[ab].*' there\).* Leave --data.tokenizer out, or train from scratch"
     )
     with pytest.raises(UsageError, match=says):
         tokenizers.refuse_other_than_source(made[1], "x", str(tmp_path), None)
@@ -66,7 +66,7 @@ def test_weights_without_a_tokenizer_cannot_be_compared(tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path)
     notices = tokenizers.refuse_other_than_source(tiny.tokenizer(), "mine", str(tmp_path), None)
     assert notices == [
-        f"{tmp_path} has no tokenizer that can be loaded, so nothing says whether its weights were trained with that "
+        f"{tmp_path} has no tokenizer that can be loaded, so it is unknown whether its weights were trained with that "
         "of --data.tokenizer mine"
     ]
 
@@ -76,12 +76,14 @@ def test_a_source_that_is_not_there_is_named_and_not_its_tokenizer(
 ) -> None:
     tiny.save(tmp_path / "qwen2")
     monkeypatch.chdir(tmp_path)
-    says = r"^--model.source 'qwen9': is no folder \(did you mean 'qwen2'\?\), and is not loaded from the Hub"
+    says = r"^--model.source 'qwen9': is not a folder \(did you mean 'qwen2'\?\), and cannot be loaded from the Hub"
     # One that answers: without any, each request is made again and again.
     with serving(monkeypatch, tmp_path / "home"):
         with pytest.raises(UsageError, match=says):
             tokenizers.load_tokenizer("qwen9", None, of_source=True)
-        with pytest.raises(UsageError, match=r"^--model.source 'org/name': is no folder, and is not loaded from the"):
+        with pytest.raises(
+            UsageError, match=r"^--model.source 'org/name': is not a folder, and cannot be loaded from the"
+        ):
             tokenizers.load_tokenizer("org/name", None, of_source=True)
     (tmp_path / "qwen2" / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"^--model.source 'qwen2': its tokenizer .* that they were trained with"):

@@ -361,7 +361,7 @@ def test_strategies_that_would_shard_a_quantised_base_are_refused(strategy: str)
     layout.num_processes = 2
     frozen_weights._refuse_quantised(accelerator, frozen, base, "reference")
     for option, files in (("embed", base), ("auto", None)):
-        with pytest.raises(UsageError, match=rf"checkpoints.base: {option}, and the frozen weights are quantised"):
+        with pytest.raises(UsageError, match=rf"checkpoints.base: {option}, but the frozen weights are quantised"):
             frozen_weights._refuse_quantised(accelerator, frozen, files, option)
 
 

@@ -213,9 +213,9 @@ def test_an_image_that_cannot_be_used_is_counted(trained: tuple[TextLatentPipeli
 @pytest.mark.parametrize(
     ("pictures", "reason"),
     [
-        (b"\x89PNG", "picture 1: bytes is refused; a path or an image of Pillow is required"),
-        (np.zeros((4, 4, 3), np.uint8), "picture 1: ndarray is refused; .* such as Image.fromarray makes"),
-        (torch.zeros(3, 4, 4), "picture 1: Tensor is refused"),
+        (b"\x89PNG", "picture 1: bytes is not accepted; a path or a Pillow image is required"),
+        (np.zeros((4, 4, 3), np.uint8), "picture 1: ndarray is not accepted; .* such as Image.fromarray makes"),
+        (torch.zeros(3, 4, 4), "picture 1: Tensor is not accepted"),
         (None, "picture 1: NoneType is refused"),
         ([drawn(1), np.zeros((4, 4, 3), np.uint8)], "picture 2: ndarray is refused"),
     ],
@@ -236,7 +236,7 @@ def test_a_direction_or_pictures_that_were_not_learned_are_refused(
     with pytest.raises(UsageError, match=r"text from a latent \(l2t\): this model was never trained for it"):
         drawing.caption("none.png")
     texts = TextLatentPipeline.from_directory(next((text_run(tmp_path) / "checkpoints").iterdir()))
-    with pytest.raises(UsageError, match=r"picture: this model has learned latents of texts and no pictures; .*vae"):
+    with pytest.raises(UsageError, match=r"picture: this model has learned latents of texts, not pictures; .*vae"):
         texts.caption("none.png")
 
 
@@ -293,7 +293,9 @@ def test_what_was_never_learned_without_a_caption_is_not_drawn_without(
     for learned in ({"mode": "t2l"}, {"weights": (1.0, 0.0, 1.0), "conditioning_dropout": 0.0}):
         assert len(with_modes(pipeline, **learned).draw([""])) == 1
     always = with_modes(pipeline, weights=(0.0, 1.0, 1.0), conditioning_dropout=0.0)
-    with pytest.raises(UsageError, match=r"prompt '': .*conditioning_dropout 0 and modes.weights: 0 1 1 .* always had"):
+    with pytest.raises(
+        UsageError, match=r"prompt '': .*conditioning_dropout 0 and modes.weights: 0 1 1 .* always trained with"
+    ):
         always.draw(["a picture", ""])
     with pytest.raises(UsageError, match=r"a latent from its text \(t2l\): this model was never trained for it"):
         with_modes(pipeline, mode="l2t").draw([""])

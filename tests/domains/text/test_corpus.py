@@ -125,10 +125,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         "pipe.parquet": "is a named pipe",
         "missing.jsonl": "does not exist",
         "loop.txt": "loop of symbolic links",
-        "empty": "is no source of text",
+        "empty": "is not a source of text",
         "script.py": "dataset script: code from a dataset is never run",
-        "weights.pkl": "is no source of text",
-        "nothing.txt": f"holds no usable text on {socket.gethostname()}",
+        "weights.pkl": "is not a source of text",
+        "nothing.txt": f"contains no usable text on {socket.gethostname()}",
         "a\0b.txt": "does not exist",
         "n" * 5000: "does not exist",
     }.items():
@@ -298,7 +298,7 @@ def test_ascii_texts_have_the_keys_that_all_others_have() -> None:
 
 def test_a_table_with_other_separators_is_named(tmp_path: Path) -> None:
     (tmp_path / "semi.csv").write_text("id;text\n1;a b c\n")
-    with pytest.raises(UsageError, match=r"must have commas between its columns and not ';'"):
+    with pytest.raises(UsageError, match=r"columns must be separated by commas, not ';'"):
         read_corpus(str(tmp_path / "semi.csv"), split="train", text_column="text", max_bad_rows=0)
 
 
@@ -364,7 +364,7 @@ def test_held_out_texts_that_differ_are_in_the_order_of_their_hashes() -> None:
 def test_a_folder_of_pictures_names_their_options(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "below").mkdir(parents=True)
     (tmp_path / "pictures" / "below" / "a.PNG").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"holds pictures, and texts .* --pictures\.latents pixels, .* image_demo"):
+    with pytest.raises(UsageError, match=r"contains pictures, but texts .* --pictures\.latents pixels, .* image_demo"):
         read(tmp_path / "pictures")
     captioned = tmp_path / "captioned"
     captioned.mkdir()

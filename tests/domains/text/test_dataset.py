@@ -148,7 +148,7 @@ def test_assets_of_ready_made_latents_have_no_encoder(tmp_path: Path) -> None:
     loaded = load_assets(tmp_path)
     assert loaded.encoder is None
     assert loaded.latent_shape == (2, 8)
-    with pytest.raises(UsageError, match=r"--data.latents: ready-made latents have no encoder"):
+    with pytest.raises(UsageError, match=r"--data.latents: ready-made latents come without an encoder"):
         loaded.encode(["new"])
 
 

@@ -171,7 +171,7 @@ def test_latents_that_are_not_finite_are_refused_with_the_sample(tmp_path: Path)
         def latent(self, text: str) -> NDArray[np.float32]:
             return np.where(text == TEXTS[19], np.float32("inf"), super().latent(text)).astype(np.float32)
 
-    with pytest.raises(UsageError, match=r"sample 19 \('long long long long text 19'\) holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"sample 19 \('long long long long text 19'\) contains NaN or infinity"):
         cached_latents(TEXTS, Broken(), tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_refusals(tmp_path: Path) -> None:
     save_file({"latents": np.ones((3, 4), np.float32)}, tmp_path / "shard_0005.safetensors")
     for shard, idx, message in (
         (0, 3, r"sample 1 asks for row 3 of .*shard_0000\.npy, which has 3"),
-        (1, 0, r"shard_0001\.npy holds latents of shape \(1, 5\).* of \(1, 4\)"),
+        (1, 0, r"shard_0001\.npy contains latents of shape \(1, 5\).* of \(1, 4\)"),
         (2, 0, r"torch.int64 of shape \(3, 4\); floats"),
         (3, 0, r"pickled objects are refused"),
         (4, 0, r"shard_0004\.safetensors cannot be read"),

@@ -137,7 +137,7 @@ def test_latents_are_in_the_units_of_the_encoder(pipeline: TextLatentPipeline) -
         (lambda p: p(latents=torch.zeros(0, 1, 8)), r"latents of shape \(0, 1, 8\)"),
         (lambda p: p(latents=torch.full((1, 8), float("nan"))), "NaN or infinity"),
         (lambda p: p([]), "none given"),
-        (lambda p: p("", seed=1), "the tokenizer leaves no token"),
+        (lambda p: p("", seed=1), "the tokenizer finds no token"),
         (lambda p: p("a bird", length=25), "length 25: 1 to 24 tokens are possible"),
     ],
 )
@@ -179,7 +179,7 @@ def test_the_command_samples_what_the_pipeline_does(
         (["--prompt", "a", "--temperature", "0"], "prompt and temperature"),
         (["--latents", "none.safetensors"], "latents none.safetensors: cannot be read"),
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
-        (["--text_file", "/dev/null"], "text_file /dev/null: holds no line with text"),
+        (["--text_file", "/dev/null"], "text_file /dev/null: contains no line with text"),
         (["--task", "x"], "--task: unknown option"),
         (["--text", "a", "--seed", "-1"], "seed"),
     ],
@@ -289,7 +289,7 @@ def test_an_encoder_that_has_moved_is_found_where_it_is_said_to_be(
 
 
 def test_a_place_for_what_the_model_does_not_use_is_refused(pipeline: TextLatentPipeline) -> None:
-    with pytest.raises(UsageError, match=r"encoder 'x': this model uses no text encoder of a folder"):
+    with pytest.raises(UsageError, match=r"encoder 'x': this model uses no text encoder from a folder"):
         pipeline.with_models(encoder="x")
     with pytest.raises(UsageError, match="vae 'x': this model uses no autoencoder"):
         pipeline.with_models(vae="x")
@@ -301,7 +301,7 @@ def test_a_prompt_that_is_cut_says_where(pipeline: TextLatentPipeline) -> None:
     (line,) = cut_notices(pipeline.assets, ["a", words])
     read = pipeline.assets.tokenizer.decode(pipeline.assets.tokenizer.tokenise([words], longest).row(0))
     assert words.startswith(read)
-    assert f"cut behind {read[-40:]!r}, as the model reads {longest} tokens; shorten it" in line
+    assert f"cut after {read[-40:]!r}, because the model reads {longest} tokens; shorten it" in line
 
 
 def test_latents_of_pictures_have_units_of_their_own(pipeline: TextLatentPipeline) -> None:

@@ -245,7 +245,7 @@ def test_ready_made_latents(tmp_path: Path) -> None:
     for i in (0, len(data.heldout) - 1):
         raw = latents[LINES.index(data.heldout.texts[i])]
         torch.testing.assert_close(data.heldout[i]["latent"] * data.latent_std + data.latent_mean, torch.tensor(raw))
-    with pytest.raises(UsageError, match="ready-made latents have no encoder"):
+    with pytest.raises(UsageError, match="ready-made latents come without an encoder"):
         data.assets.encode(["new"])
     with pytest.raises(UsageError, match=r"--data.latents needs --data.path to be JSONL"):
         prepare_data(replace(config, path="demo"))
@@ -255,12 +255,12 @@ def test_ready_made_latents(tmp_path: Path) -> None:
     np.save(tmp_path / "latents" / "shard_0009.npy", latents[:2, :, :4])
     other = [{"text": f"held out {i}", "shard": 9, "idx": i} for i in range(2)]
     (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(row) for row in other))
-    with pytest.raises(UsageError, match=r"latents of shape \(2, 4\) beside others of \(2, 5\)"):
+    with pytest.raises(UsageError, match=r"latents of shape \(2, 4\) and others of \(2, 5\)"):
         prepare_data(replace(config, heldout_path=str(tmp_path / "other.jsonl")))
     broken = LINES.index(data.heldout.texts[5])
     latents[broken, 1, 2] = np.nan
     write_latents(tmp_path / "latents", LINES, latents, rows_per_shard=250)
-    with pytest.raises(UsageError, match=r"the latent of sample 5 .* holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"the latent of sample 5 .* contains NaN or infinity"):
         prepare_data(config)
     (tmp_path / "short.jsonl").write_text('{"text": "no reference"}\n')
     with pytest.raises(UsageError, match=r"short\.jsonl:1: 'shard' is None"):
@@ -292,7 +292,7 @@ def test_texts_without_a_token_are_bad_rows(tmp_path: Path) -> None:
         tokenizer=str(tmp_path / "tok"),
         vocab_size=2048,
     )
-    with pytest.raises(UsageError, match=r"leaves no token of sample \d+ \('\\x00 \\x00'\)\. Correct"):
+    with pytest.raises(UsageError, match=r"finds no token in sample \d+ \('\\x00 \\x00'\)\. Correct"):
         prepare_data(config)
     data = prepare_data(replace(config, max_bad_rows=1))
     assert len(data.train) + len(data.heldout) == 100
@@ -411,4 +411,4 @@ def test_captions_that_are_classes_are_evaluated_evenly_and_against_other_classe
 def test_pairs_of_one_text_are_counted_in_a_notice(tmp_path: Path) -> None:
     data = prepare_data(of_captions(tmp_path, ["red", "red", "green", "red", "red"]))
     (line,) = notices(EvaluationConfig(samples=5, shown=5), data)
-    assert line.startswith("shuffled metrics: 3 of 5 samples have a partner of the same text")
+    assert line.startswith("shuffled metrics: 3 of 5 samples are paired with the same text")

@@ -170,7 +170,7 @@ def test_small_partitions_and_limits_choose_the_same_rows(tmp_path: Path, monkey
     few = prepare_data(settings(tmp_path, cache_dir=str(tmp_path / "few")))
     assert few.heldout.texts == whole.heldout.texts[:10]
     assert len(few.train) == len(whole.train)
-    assert re.search(r"10 held out of \d\d that the hash chose; the others are not used", " ".join(few.notices))
+    assert re.search(r"10 held out of \d\d chosen by the hash; the others are not used", " ".join(few.notices))
 
 
 @pytest.mark.parametrize("fraction", [0.0, DataConfig.heldout_fraction])
@@ -188,7 +188,9 @@ def test_a_window_larger_than_the_cache_is_said(tmp_path: Path) -> None:
     rows = [f"{i} {'word ' * 2000}{i}" for i in range(400)]
     shards(tmp_path / "data", rows=rows)
     said = " ".join(prepare_data(settings(tmp_path, cache_mib=1)).notices)
-    assert re.search(r"shuffle_blocks 16: the blocks of a window take up to \d MiB, but --data.cache_mib keeps 1", said)
+    assert re.search(
+        r"shuffle_blocks 16: the blocks of one window take up to \d MiB, but --data.cache_mib keeps 1", said
+    )
     assert "cache_mib" not in " ".join(prepare_data(settings(tmp_path, cache_mib=8)).notices)
 
 
@@ -303,7 +305,7 @@ def test_a_text_that_changed_under_its_file_is_named(tmp_path: Path) -> None:
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     unread = pickle.loads(pickle.dumps(data.train.texts))
     said = refusal(lambda: list(unread))
-    assert re.search(r"part-1\.jsonl:\d+: its text is not the one .*Its bytes are damaged: copy the file again", said)
+    assert re.search(r"part-1\.jsonl:\d+: its text has changed .*Its bytes are damaged: copy the file again", said)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_a_text_that_changed_under_its_file_is_named(tmp_path: Path) -> None:
     [
         ({"latents": "made", "latent_dim": None}, r"data\.read: shards, data\.latents: made: "),
         ({"read": "memory", "cache_mib": 8}, r"data\.cache_mib: 8: has no effect with data\.read: memory"),
-        ({"split": "test"}, r"read by blocks, where data\.latents and splits have no effect"),
+        ({"split": "test"}, r"read in blocks, where data\.latents and splits have no effect"),
         ({"text_column": "txt"}, r"part-0\.parquet has no column 'txt'; it has \['text'\]"),
         ({"path": "demo"}, r"demo.* does not exist"),
         ({"heldout_fraction": 1e-9}, r"at least 1 and 2 are required"),

@@ -94,5 +94,5 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         train_tokenizer(TEXTS, 299)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("nobody/nothing", str(tmp_path)):
-        with pytest.raises(UsageError, match=r"--data.tokenizer .* cannot be loaded.*Required is 'trained'"):
+        with pytest.raises(UsageError, match=r"--data.tokenizer .* cannot be loaded.*Give 'trained'"):
             transformers_tokenizer(name)

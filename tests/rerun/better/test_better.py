@@ -165,11 +165,11 @@ def test_what_cannot_be_compared_is_refused(
 
     recipe = ("--recipe", "mmdit")
     refused(tmp_path / "nothing", "does not exist")
-    refused(changed(run, tmp_path / "data", data_fingerprint="0"), "other held-out samples", *recipe)
+    refused(changed(run, tmp_path / "data", data_fingerprint="0"), "their held-out samples differ", *recipe)
     other = changed(run, tmp_path / "evaluation", **{"evaluation.samples": 16, "evaluation.every": 7})
     refused(other, r"the evaluations differ.*\n  --evaluation.samples: 24 in A, 16 in B$", *recipe)
     refused(other, "does not record its recipe")
-    refused(run.directory, "--optimizer.lr: the checkpoints have been trained with it", "--optimizer.lr", "1")
+    refused(run.directory, "--optimizer.lr: the checkpoints were trained with it", "--optimizer.lr", "1")
     refused(run.directory, "min or max is required", "--metric", "l2t_nll:best")
     monkeypatch.setattr(sides.recorded, "recipe_of", lambda of, _: Path(f"{of.place}.py"))
     refused(run.checkpoint(12), "trained by .* B by")
@@ -185,10 +185,10 @@ def test_an_evaluation_without_the_metric_that_decides_is_refused() -> None:
     # A metric that a person names is compared or refused, also beside another.
     for given in ({"gain": "max"}, {"gain": "max", "loss": "min"}, {"los": "min"}):
         with pytest.raises(
-            UsageError, match=r"--metric: (gain|los) is no mean over .*; it has loss; give one of these"
+            UsageError, match=r"--metric: (gain|los) is not a mean over .*; it has loss; give one of these"
         ):
             better._compare(side, side, given, {})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match="--metric: nll is no mean"):
+    with pytest.raises(UsageError, match="--metric: nll is not a mean"):
         better._compare(side, side, {}, {"nll": "min"})
     diverged = Evaluated({"loss": math.nan}, calls)
     with pytest.raises(RunFailedError, match="loss of B is nan: no difference can be tested"):

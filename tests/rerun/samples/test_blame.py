@@ -141,7 +141,7 @@ def test_weights_are_blamed_only_where_they_are_not_finite(weight: float, tmp_pa
     else:
         assert (found.finite_weights, found.suspects) == (False, [])
         assert blame.report(found, 8)[-1] == (
-            "no suspects: the weights before step 7 are not finite, so they are at fault, and with them an earlier step"
+            "no suspects: the weights before step 7 are not finite, so an earlier step is at fault"
         )
 
 
@@ -165,7 +165,7 @@ def test_a_run_that_cannot_be_written_to_is_measured_all_the_same(
     if as_json:
         assert strict_json.parse(printed.out.encode())["samples"][0]["sample"] == 8
     else:
-        assert "no suspects can be told: distances need at least 10 samples" in printed.out
+        assert "no suspects can be identified: distances need at least 10 samples" in printed.out
     assert "receipt" not in printed.out
     assert printed.err == f"no receipt: {tmp_path}/report/blame-step-1.json cannot be written (File exists)\n"
 
@@ -180,9 +180,9 @@ def test_a_step_of_few_samples_says_that_it_has_no_distances() -> None:
     lines = blame.report(found, 8)
     text = "\n".join(lines)
     assert "inf" not in text
-    needed = "distances need at least 10 samples with a finite gradient above 0, and step 7 has 3"
+    needed = "distances need at least 10 samples with a finite gradient above 0, but step 7 has 3"
     assert f"no distance: {needed}" in lines
-    assert lines[-1] == f"no suspects can be told: {needed}"
+    assert lines[-1] == f"no suspects can be identified: {needed}"
     assert "stands out" not in text
 
 

@@ -74,7 +74,7 @@ def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
         cli._main(["forget", str(run.directory), str(size)])
     late = order.draws(20)[0].sample
     assert cli._main(["forget", str(run.directory), str(late)]) == 0
-    assert "the run is without them already" in capsys.readouterr().out
+    assert "the run already excludes them" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # measured batches of a branch are a quick test, and so is the first use with a size that stays

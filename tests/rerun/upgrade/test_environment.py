@@ -65,7 +65,7 @@ def test_an_environment_without_this_source_is_refused_with_the_command_to_insta
     environment.open_environment(str(empty))
     (copy / "rng.py").write_text((copy / "rng.py").read_text() + "\n")
     said = refusal(empty)
-    assert f"its accel_train in {copy} has other sources than {environment.SOURCE}" in said
+    assert f"its accel_train in {copy} has different sources than {environment.SOURCE}" in said
     assert command in said
 
 

@@ -66,7 +66,7 @@ def test_an_operator_one_ulp_off_is_named_with_its_step_and_module(
     assert receipt["checkpoints"][0]["identical"] is False
     output = capsys.readouterr().out
     assert "first differing step: 7 (" in output
-    assert "first operator with another output for equal inputs: aten.gelu.default" in output
+    assert "first operator with a different output for equal inputs: aten.gelu.default" in output
     assert "the same packages in both" in output
     assert "verdict: different" in output
 

@@ -87,7 +87,7 @@ def _json(option: str, text: str | None, kind: type) -> Any:
     value = _parsed(option, text, "correct it")
     if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"
-        raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(value).__name__}")
+        raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, not {type(value).__name__}")
     return value
 
 
@@ -107,5 +107,5 @@ def _parsed(option: str, text: str, remedy: str) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     # The parser recurses, so a long line of brackets exhausts the stack.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error}); {remedy}") from None
+        raise UsageError(f"{option} {text[:60]!r}: not JSON ({error}); {remedy}") from None
     return value

@@ -22,7 +22,7 @@ def end_answers(model: nn.Module, token: int | None, tokenizer: Any) -> list[str
     if token is None or not add_ends(model, [token]):
         return []
     piece = tokenizer.convert_ids_to_tokens(token)
-    return [f"generation ends at {piece!r} as well, with which the chat template ends an answer"]
+    return [f"generation also ends at {piece!r}, with which the chat template ends an answer"]
 
 
 def add_saved_ends(model: nn.Module, directory: Path) -> None:

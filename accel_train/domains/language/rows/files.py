@@ -22,8 +22,8 @@ def files_of(option: str, path: str, source: Path) -> list[Path]:
         if known:
             return known
         raise UsageError(
-            f"{option} {path!r} is no source of rows: required is 'demo', a file, folder or glob of files ending in "
-            f"{', '.join(KINDS)} (the last by its own name or by a glob), a folder made by dataset.save_to_disk, or a "
-            "Hub id. Convert the data to JSONL."
+            f"{option} {path!r} is not a source of rows. Give 'demo', a file, folder or glob of files ending in "
+            f"{', '.join(KINDS)} (the last only by its own name or a glob), a folder made by dataset.save_to_disk, or "
+            "a Hub id, or convert the data to JSONL."
         )
     raise UsageError(f"{option} {path!r}: {source} does not exist. Give a file, folder or glob that exists.")

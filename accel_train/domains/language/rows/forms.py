@@ -149,7 +149,7 @@ def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) 
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if "completion" in fields and "prompt" in null:
-        return "'prompt' is null beside 'completion'; text is required, which may be empty, or a list of messages"
+        return "'prompt' is null, but 'completion' is not; text is required, which may be empty, or a list of messages"
     end = _lower_case(fields, text_column) or remedy({**fields, **dict.fromkeys(null)}, text_column)
     return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{end}"
 
@@ -228,7 +228,7 @@ def _unpaired_fault(name: str, value: Any) -> str | None:
         for text in _texts(value):
             text.encode()
     except UnicodeEncodeError:
-        return f"{name!r} holds half of a surrogate pair, which is no character"
+        return f"{name!r} contains half of a surrogate pair, which is not a character"
     return None
 
 
@@ -310,8 +310,8 @@ def _options_fault(options: Any) -> str | None:
         return f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
     if reserved := sorted(TOKENIZERS_OWN & options.keys()):
         return (
-            f"'chat_template_kwargs' has {reserved}, which the tokenizer takes and no template sees; names that the "
-            "chat template reads, such as enable_thinking, are required"
+            f"'chat_template_kwargs' has {reserved}, which the tokenizer takes, so the template does not see it; names "
+            "that the chat template reads, such as enable_thinking, are required"
         )
     return _unpaired_fault("chat_template_kwargs", options)
 
@@ -360,7 +360,7 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
                 "leave one of them out"
             )
         if name in message:
-            return f"has {name!r}: {reprlib.repr(message[name])}; true or false, or a weight in its place, is required"
+            return f"has {name!r}: {reprlib.repr(message[name])}; true or false, or a weight instead, is required"
     if not isinstance(message.get("tool_calls", []), list):
         return f"has {type(message['tool_calls']).__name__} as 'tool_calls'; a list of calls is required"
     if "content" not in message:

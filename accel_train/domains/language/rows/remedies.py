@@ -35,8 +35,8 @@ def remedy(fields: Mapping[str, Any], text_column: str) -> str:
     if near is None and texts:
         # Any of them may be the question, and training on it alone is what nobody wants.
         return (
-            f"; of its texts {sorted(texts)} write what is asked as 'prompt' and the answer as 'completion', or name "
-            "the one that alone is trained on in --data.text_column"
+            f"; of its texts {sorted(texts)}, write the question as 'prompt' and the answer as 'completion', or name "
+            "the only one to train on in --data.text_column"
         )
     return f"; set --data.text_column {near}" if near else ""
 

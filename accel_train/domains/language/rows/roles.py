@@ -52,7 +52,7 @@ def nothing_learned(messages: Sequence[Mapping[str, Any]]) -> str:
     if SPEAKERS.keys() <= {*roles}:
         return f"{fault}, ShareGPT's names: write 'user' and 'assistant', or its 'conversations' of 'from' and 'value'"
     meant = [role for role in roles if _meant(role) == LEARNED]
-    return f"{fault}; write {LEARNED!r} in place of {meant[0]!r}" if meant else fault
+    return f"{fault}; write {LEARNED!r} instead of {meant[0]!r}" if meant else fault
 
 
 def _meant(role: str) -> str | None:

@@ -80,12 +80,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         if len(set(self.paths)) < len(self.paths):
             raise UsageError(
-                f"{self.named}: a source twice. Name each once, and set --data.repeats to the times that an epoch "
-                "has it."
+                f"{self.named}: a source is named twice. Name each once, and set --data.repeats to the number of times "
+                "an epoch has it."
             )
         if self.repeats and len(self.repeats) != 1 + len(self.more_paths):
             raise UsageError(
-                f"--data.repeats {' '.join(map(str, self.repeats))}: {len(self.repeats)} numbers, and "
+                f"--data.repeats {' '.join(map(str, self.repeats))}: {len(self.repeats)} numbers, but "
                 f"{1 + len(self.more_paths)} are required: one for --data.path and one for each of --data.more_paths."
             )
         if self.max_length < 2:

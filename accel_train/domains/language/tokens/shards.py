@@ -116,11 +116,11 @@ class ShardFile:
         if doubt_folder(self.file.parents[1]):
             return DeletedEntryError(
                 f"{self.file}: {reason}. Start the run again: it first reads all of its entries, and computes the "
-                "damaged ones and the tokens behind them again"
+                "damaged ones and all tokens after them again"
             )
         return DamagedEntryError(
             f"{self.file}: {reason}. Delete it, or let accel-train data cache verify find all such files, and start "
-            "again: the tokens are computed from there on"
+            "again: the tokens are computed again from there on"
         )
 
 

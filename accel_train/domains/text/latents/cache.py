@@ -235,8 +235,8 @@ def check_finite(latents: Tensor, start: int, texts: Sequence[str], first: int =
         if len(wrong) > 1:
             more = f", so do {len(wrong) - 1} after it"
         raise UsageError(
-            f"--data.path: the latent of sample {index} ({texts[index - first][:60]!r}) holds NaN or infinity{more}. "
-            "Finite latents are required: check the encoder's weights and that text."
+            f"--data.path: the latent of sample {index} ({texts[index - first][:60]!r}) contains NaN or "
+            f"infinity{more}. Finite latents are required: check the encoder's weights and that text."
         )
 
 

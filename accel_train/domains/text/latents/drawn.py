@@ -33,7 +33,7 @@ def picture_grid(shape: MultimodalMMDiTConfig, option: str) -> tuple[int, int]:
     """
     if shape.latent_grid is None:
         raise UsageError(
-            f"{option}: this model has learned latents of texts and no pictures; give --text, or a run of "
+            f"{option}: this model has learned latents of texts, not pictures; give --text, or a run of "
             "recipes/mmdit.py with --pictures.latents pixels or vae"
         )
     return shape.latent_grid
@@ -43,7 +43,7 @@ def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
     """Raise ``UsageError`` for a model of pictures, which has no encoder for texts."""
     if shape.latent_grid is not None:
         raise UsageError(
-            "text: this model has learned pictures and has no encoder of texts; give --prompt 'a red heart' to draw a "
+            "text: this model has learned pictures and has no text encoder; give --prompt 'a red heart' to draw a "
             "picture of it (in Python, draw), or --picture heart.png to caption one (caption)"
         )
 
@@ -85,7 +85,7 @@ def cut_notices(assets: DataAssets, prompts: Sequence[str]) -> list[str]:
         if tokens.truncated:
             end = assets.tokenizer.decode(tokens.row(0))[-SHOWN_CHARACTERS:]
             lines.append(
-                f"prompt {prompt[:SHOWN_CHARACTERS]!r}: cut behind {end!r}, as the model reads {assets.max_length} "
+                f"prompt {prompt[:SHOWN_CHARACTERS]!r}: cut after {end!r}, because the model reads {assets.max_length} "
                 "tokens; shorten it, or train with a larger --data.max_length"
             )
     return lines

@@ -108,8 +108,8 @@ def _check_shapes(files: Sequence[Path], shards: Sequence[Tensor]) -> None:
     for file, shard in zip(files, shards, strict=True):
         if shard.shape[1:] != shards[0].shape[1:]:
             raise UsageError(
-                f"--data.latents: {file} holds latents of shape {tuple(shard.shape[1:])}, {files[0]} of "
-                f"{tuple(shards[0].shape[1:])}. All shards must have one shape (L, Dz): write them again."
+                f"--data.latents: {file} contains latents of shape {tuple(shard.shape[1:])}, {files[0]} of "
+                f"{tuple(shards[0].shape[1:])}. All shards must have the same shape (L, Dz): write them again."
             )
 
 
@@ -149,7 +149,7 @@ def read_given(file: str) -> Tensor:
         raise UsageError(f"latents {file}: cannot be read ({error}); a .safetensors file is required") from None
     if len(tensors) != 1 and "latents" not in tensors:
         raise UsageError(
-            f"latents {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; one tensor, or one named "
+            f"latents {file}: contains {', '.join(sorted(tensors)[:6]) or 'nothing'}; one tensor, or one named "
             "latents, is required"
         )
     return tensors.get("latents", next(iter(tensors.values())))

@@ -63,8 +63,8 @@ def _decoded(picture: object, number: int) -> Image.Image:
     named = f"picture {number}"
     if not isinstance(picture, (str, Path, Image.Image)):
         raise UsageError(
-            f"{named}: {type(picture).__name__} is refused; a path or an image of Pillow is required, such as "
-            "Image.fromarray makes of an array (H, W, 3) of bytes"
+            f"{named}: {type(picture).__name__} is not accepted; a path or a Pillow image is required, such as "
+            "Image.fromarray makes from an array (H, W, 3) of bytes"
         )
     try:
         if isinstance(picture, (str, Path)):

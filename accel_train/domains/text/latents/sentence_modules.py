@@ -36,9 +36,9 @@ def refuse_other_modules(encoder: TransformerEncoder) -> None:
     others = [kind for kind in kinds if kind not in COMPUTED]
     if others:
         raise UsageError(
-            f"--data.encoder {encoder.name!r}: its {MODULES_FILE} declares {' and '.join(others)}, not computed here: "
-            "latents would be others than those of sentence-transformers. Give a model of "
-            f"{', '.join(COMPUTED)} alone, or encode the texts yourself and give --data.latents."
+            f"--data.encoder {encoder.name!r}: its {MODULES_FILE} declares {' and '.join(others)}, which is not "
+            "computed here: latents would differ from those of sentence-transformers. Give a model with "
+            f"{', '.join(COMPUTED)} only, or encode the texts yourself and give --data.latents."
         )
     declared = _declared_pooling(encoder, kinds.get("Pooling"))
     if declared is not None and declared != encoder.pooling:

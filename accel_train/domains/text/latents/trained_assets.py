@@ -85,7 +85,7 @@ class TrainedAssets:
         trained_on = self.options.get("data.tokenizer", TRAINED)
         raise UsageError(
             f"--data.tokenizer {name!r}: the weights of {self.place} know {len(known)} pieces by their ids, and "
-            f"{differs} in this tokenizer of {len(given)}. The same ids are required {self._starts}. "
+            f"{differs} in this tokenizer, which has {len(given)}. The same ids are required {self._starts}. "
             f"{self._remedy(f'--data.tokenizer {trained_on}')}"
         )
 
@@ -100,9 +100,9 @@ class TrainedAssets:
             option, value = "data.latents", str(config.latents)
         was = self.options.get(option) or "ready-made ones"
         raise UsageError(
-            f"--{option} {value!r}: the weights of {self.place} were trained on latents of another encoder or of other "
-            f"files of it ({was}). The same latents are required {self._starts}. "
-            f"{self._remedy('the encoder, the autoencoder or the latents of the training')}"
+            f"--{option} {value!r}: the weights of {self.place} were trained on latents of another encoder or of "
+            f"different files of it ({was}). The same latents are required {self._starts}. "
+            f"{self._remedy('the encoder, the autoencoder or the latents used in training')}"
         )
 
     def has_latents_of(self, encoder: LatentEncoder | None, vae: VaeReference | None) -> bool:
@@ -170,7 +170,7 @@ def resolve_scale(
     if len(mean) != len(saved.latent_mean) or not trained.has_latents_of(encoder, vae):
         told = f"init_from: the weights of {trained.place} were trained on latents of another encoder; mean and std"
         return LatentScale(mean, std, [f"{told} are those of these latents"])
-    told = f"init_from: mean and std of latents are those that the weights of {trained.place} were trained with"
+    told = f"init_from: mean and std of the latents are those used to train the weights of {trained.place}"
     return LatentScale(
         saved.latent_mean, saved.latent_std, [f"{told}: std {saved.latent_std:.4g} ({std:.4g} of these latents alone)"]
     )
@@ -201,7 +201,7 @@ def taken_notices(
         taken.append("the latent encoder")
     if taken:
         yield (
-            f"init_from: {' and '.join(taken)} of {trained.place} instead of new ones, because its weights were "
+            f"init_from: uses {' and '.join(taken)} of {trained.place} instead of new ones, because its weights were "
             "trained with them"
         )
 

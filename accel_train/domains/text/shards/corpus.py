@@ -181,9 +181,9 @@ class ShardTexts(Sequence[str]):
             text = (value or "").strip()
             if text_id(text) != expected:
                 raise UsageError(
-                    f"{self.table.index.option}: {self.table.place(row)}: its text is not the one that was there when "
-                    "the files were first read, and the file has kept its date. Its bytes are damaged: copy the file "
-                    "again, or take it out."
+                    f"{self.table.index.option}: {self.table.place(row)}: its text has changed since the files were "
+                    "first read, but the date of the file has not. Its bytes are damaged: copy the file again, or take "
+                    "it out."
                 )
             texts.append(text)
         return texts
@@ -204,7 +204,7 @@ def split_notices(split: SplitShards, heldout: int) -> list[str]:
     """Return lines for the log: sizes of the splits, and rows left out. `heldout` is the number of texts in use."""
     notices = [f"{len(split.train):,} training texts, {heldout:,} held out"]
     if split.facts["heldout"] > heldout:
-        notices[0] += f" of {split.facts['heldout']:,} that the hash chose; the others are not used"
+        notices[0] += f" of {split.facts['heldout']:,} chosen by the hash; the others are not used"
     kinds = {"bad": "bad rows", "short": "short texts", "repeated": "repeated texts"}
     return notices + [f"{split.facts[name]:,} {kind} left out" for name, kind in kinds.items() if split.facts[name]]
 
@@ -355,7 +355,7 @@ def window_notices(texts: ShardTexts, window: int) -> list[str]:
     if needed <= table.cache_bytes:
         return []
     return [
-        f"--data.shuffle_blocks {window}: the blocks of a window take up to {needed / 2**20:,.0f} MiB, but "
+        f"--data.shuffle_blocks {window}: the blocks of one window take up to {needed / 2**20:,.0f} MiB, but "
         f"--data.cache_mib keeps {table.cache_bytes / 2**20:,.0f}, so blocks are read again and again. Raise "
         "cache_mib, or lower shuffle_blocks"
     ]

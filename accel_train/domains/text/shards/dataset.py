@@ -173,7 +173,7 @@ class ShardTextDataset:
         without_token = maskable.any(1).logical_not().nonzero().flatten().tolist()
         if without_token:
             place = self.texts.place(indices[without_token[0]])
-            raise UsageError(f"--data.path: {place}: the tokenizer leaves no token of its text. Take it out.")
+            raise UsageError(f"--data.path: {place}: the tokenizer finds no token in its text. Remove it.")
         latent = self.table.rows(torch.tensor(indices))
         # In place, because `rows` returns a copy.
         latent.sub_(self._mean).div_(self._std)
