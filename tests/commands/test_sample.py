@@ -103,7 +103,7 @@ def test_bytes_that_are_no_text_are_refused_with_their_option(tmp_path: Path) ->
 
 def test_half_a_character_in_an_escape_is_refused(tmp_path: Path) -> None:
     messages = '[{"role": "user", "content": "a \\ud800"}]'
-    with pytest.raises(UsageError, match=r"messages .* no JSON .*surrogates not allowed"):
+    with pytest.raises(UsageError, match=r"messages .* not JSON .*surrogates not allowed"):
         cli._main(["sample", str(language_run(tmp_path / "run")), "--messages", messages])
 
 

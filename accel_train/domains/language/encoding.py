@@ -183,8 +183,8 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
     by_form = {form: counts[UNREAD + form] for form in FORMS}
     order = ", ".join(FORMS)
     notices = [
-        f"{count:,} rows have {form} and another form, and {form} is not read: a row is read in the first form that it "
-        f"has of {order}. Remove the unwanted fields from the rows"
+        f"{count:,} rows also have {form}, which is not read: a row is read in the first form that it has of {order}. "
+        "Remove the unwanted fields from the rows"
         for form, count in by_form.items()
         if count
     ]

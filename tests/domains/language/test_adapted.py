@@ -604,7 +604,7 @@ def test_damaged_adapters_are_refused(damage: str, base: Path, exported: Path, t
         ('{"files": 3}', r"pipeline.json: cannot be read"),
         ('{"files": {"../x": "0"}}', r"\.\./x changed since the export"),
         (OURS + '{"source": "x", "files": {"model.safetensors": {}}}}', r"does not record the source and the sha256"),
-        (OURS + '{"source": "x", "files": {"a": {"sha256": "0"}}}}', r"its base, x, is not there"),
+        (OURS + '{"source": "x", "files": {"a": {"sha256": "0"}}}}', r"its base, x, does not exist"),
     ],
 )
 def test_a_foreign_description_is_refused(

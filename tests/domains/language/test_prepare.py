@@ -485,8 +485,8 @@ def test_a_row_of_several_forms_is_read_by_the_first_and_it_is_said(tmp_path: Pa
     held: dict[str, Any] = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0}
     several = [{"text": line} | forms["instruction and output"] for line in LINES]
     data = prepared(tmp_path, *several, *[forms["prompt and completion"] | forms["text"]] * 3, **held)
-    notices = [notice.split(" beside")[0] for notice in data.notices if "is not read" in notice]
-    assert notices == ["3 rows have text", "100 rows have instruction and output"]
+    notices = [notice.split(", which")[0] for notice in data.notices if "is not read" in notice]
+    assert notices == ["3 rows also have text", "100 rows also have instruction and output"]
 
 
 def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:

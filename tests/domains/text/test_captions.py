@@ -216,8 +216,8 @@ def test_an_image_that_cannot_be_used_is_counted(trained: tuple[TextLatentPipeli
         (b"\x89PNG", "picture 1: bytes is not accepted; a path or a Pillow image is required"),
         (np.zeros((4, 4, 3), np.uint8), "picture 1: ndarray is not accepted; .* such as Image.fromarray makes"),
         (torch.zeros(3, 4, 4), "picture 1: Tensor is not accepted"),
-        (None, "picture 1: NoneType is refused"),
-        ([drawn(1), np.zeros((4, 4, 3), np.uint8)], "picture 2: ndarray is refused"),
+        (None, "picture 1: NoneType is not accepted"),
+        ([drawn(1), np.zeros((4, 4, 3), np.uint8)], "picture 2: ndarray is not accepted"),
     ],
 )
 def test_what_is_no_picture_is_named_by_its_type(

@@ -217,7 +217,11 @@ def test_an_unreachable_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
         ),
         (["Transformer", "Pooling"], {"pooling_mode": "mean"}, ""),
         (["Transformer", "Pooling"], None, ""),
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, "declares Dense, not computed here"),
+        (
+            ["Transformer", "Pooling", "Dense"],
+            {"pooling_mode_mean_tokens": True},
+            "declares Dense, which is not computed here",
+        ),
         (["Transformer", "Pooling"], {"pooling_mode_cls_token": True}, "with cls pooling, .* Give --data.pooling cls"),
         (["Transformer", "Pooling"], {"pooling_mode": "lasttoken"}, "with last pooling, .* Give --data.pooling last"),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "with max_tokens pooling, .* --data.latents"),

@@ -196,7 +196,7 @@ def test_the_mark_of_an_encoding_is_no_part_of_a_text(tmp_path: Path) -> None:
 
 def test_a_file_of_several_tensors_must_say_which(run: Path, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1, 8), "b": torch.zeros(1, 8)}, tmp_path / "z.safetensors")
-    with pytest.raises(UsageError, match="holds a, b; one tensor, or one named latents, is required"):
+    with pytest.raises(UsageError, match="contains a, b; one tensor, or one named latents, is required"):
         sample(run, "--latents", tmp_path / "z.safetensors")
 
 
@@ -280,7 +280,7 @@ def test_an_encoder_that_has_moved_is_found_where_it_is_said_to_be(
     before = own.encode(TEXTS[:2])
     (tmp_path / "bert").rename(tmp_path / "moved")
     left = TextLatentPipeline(pipeline.model, pipeline.both, replace(own.assets, encoder=replace(encoder)), own.modes)
-    with pytest.raises(UsageError, match=r"encoder '.*bert': the folder .* is not there; .* --encoder"):
+    with pytest.raises(UsageError, match=r"encoder '.*bert': the folder .* does not exist; .* --encoder"):
         left.encode(TEXTS[:2])
     assert torch.equal(left.with_models(encoder=str(tmp_path / "moved")).encode(TEXTS[:2]), before)
     tiny_encoders.bert(tmp_path / "other", seed=1)
