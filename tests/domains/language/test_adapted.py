@@ -492,7 +492,7 @@ def test_adapters_of_peft_are_taken_without_a_reference(
         tmp_path.joinpath(name).write_bytes((exported / name).read_bytes())
     pipeline = load(base, adapters={"theirs": tmp_path})
     assert torch.equal(logits(pipeline.model), logits(load(run).model))
-    assert "nothing says which files its base is" in caplog.text
+    assert "does not record the files of its base" in caplog.text
     with pytest.raises(UsageError, match=r"do not record the files of their base \(peft writes none\); give the base"):
         load(tmp_path)
 
