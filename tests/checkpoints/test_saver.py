@@ -238,6 +238,7 @@ def test_a_pickle_among_the_extra_files_is_left_out_and_all_else_is_saved(
         save_file({"mean": torch.zeros(2)}, folder / "assets" / "norm.safetensors")
         torch.save({"mean": torch.zeros(2)}, folder / "assets" / "norm.pt")
         torch.save({"mean": torch.zeros(2)}, folder / "norm.state")
+        (folder / "assets" / "tokenizer.bin").write_bytes(b"\x00\x01a table")
 
     saver = toy.saver(CheckpointConfig())
     saver._write_extras = write
@@ -248,6 +249,7 @@ def test_a_pickle_among_the_extra_files_is_left_out_and_all_else_is_saved(
     assert commit.unlisted(saved) == []
     names = {*saved.manifest["files"]}
     assert {"config.json", "assets/norm.safetensors", "model.safetensors", "optimizer/index.json"} <= names
+    assert "assets/tokenizer.bin" in names
     assert not names & {"assets/norm.pt", "norm.state"}
     remedy = (
         r"a pickle, and .*; in write_extras, write tensors with safetensors\.torch\.save_file, and the rest as JSON"

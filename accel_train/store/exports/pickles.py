@@ -10,6 +10,8 @@ from pathlib import Path
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
 """Suffixes of files written by Python's pickle."""
+GENERAL = frozenset({".bin", ".ckpt"})
+"""Suffixes among ``PICKLES`` that other formats have too, such as the table of a tokenizer."""
 PROTOCOLS = range(2, 6)
 """Protocols whose files begin with a mark. Protocols 0 and 1 are text and have none."""
 
@@ -22,9 +24,9 @@ def is_pickle(path: Path) -> bool:
 def holds_pickle(path: Path) -> bool:
     """Return True if a file is a pickle by its name or its content, such as one of ``torch.save`` with another suffix.
 
-    Raises ``OSError``.
+    The content alone decides on the suffixes of ``GENERAL``. Raises ``OSError``.
     """
-    if is_pickle(path):
+    if is_pickle(path) and path.suffix.lower() not in GENERAL:
         return True
     with path.open("rb") as file:
         head = file.read(3)
@@ -40,8 +42,12 @@ def holds_pickle(path: Path) -> bool:
 
 
 def _is_archive_of_torch(path: Path) -> bool:
+    """Return True for a zip file with torch's layout: ``NAME/data.pkl`` beside ``NAME/version`` or ``NAME/data/``."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return any(Path(name).name == "data.pkl" for name in archive.namelist())
+            parts = [name.partition("/") for name in archive.namelist()]
     except zipfile.BadZipFile:
         return False
+    pickled = {folder for folder, _, rest in parts if rest == "data.pkl"}
+    beside = {folder for folder, _, rest in parts if rest == "version" or rest.startswith("data/")}
+    return bool(pickled & beside)

@@ -16,7 +16,7 @@ from accel_train.store.exports.pickles import PROTOCOLS, holds_pickle, is_pickle
 TENSORS = {"mean": torch.zeros(2)}
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".PT"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".pkl", ".pickle", ".PT"])
 def test_a_name_is_enough(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
     path.write_text("{}")
@@ -33,11 +33,45 @@ def test_the_content_of_each_marked_protocol(tmp_path: Path, protocol: int, valu
     assert not is_pickle(path)
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".ckpt", ".CKPT"])
+def test_the_content_decides_on_suffixes_that_other_formats_have_too(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"tokenizer{suffix}"
+    for content in (b"\x00\x01a table of numbers", b"text", b""):
+        path.write_bytes(content)
+        # The weights of others are not read.
+        assert is_pickle(path)
+        assert not holds_pickle(path)
+    path.write_bytes(pickle.dumps(TENSORS, 2))
+    assert holds_pickle(path)
+
+
+@pytest.mark.parametrize("suffix", [".state", ".bin", ".ckpt"])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_both_formats_of_torch(tmp_path: Path, *, is_zip: bool) -> None:
-    path = tmp_path / "x.state"
+def test_both_formats_of_torch(tmp_path: Path, *, is_zip: bool, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
     torch.save(TENSORS, path, _use_new_zipfile_serialization=is_zip)
     assert holds_pickle(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_torch"),
+    [
+        (["x/data.pkl", "x/version"], True),
+        (["x/data.pkl", "x/data/0"], True),
+        (["x/data.pkl"], False),
+        (["x/data.pkl", "y/version"], False),
+        (["x/data.pkl", "x/data.json"], False),
+        (["x/versions.txt", "x/data.pkl"], False),
+        (["data.pkl", "version"], False),
+        (["x/y/data.pkl", "x/y/version"], False),
+    ],
+)
+def test_an_archive_of_torch_has_its_layout(tmp_path: Path, names: list[str], *, is_torch: bool) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    assert holds_pickle(path) == is_torch
 
 
 def test_other_formats(tmp_path: Path) -> None:
