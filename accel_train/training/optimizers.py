@@ -118,10 +118,11 @@ class OptimizerConfig:
         return self.weight_decay if self.muon_weight_decay is None else self.muon_weight_decay
 
     def refuse_strategy(self, strategy: str, precision: str) -> None:
-        """Raise ``UsageError`` for an optimizer, or arguments of its class, that no machine runs under ``strategy``."""
+        """Raise ``UsageError`` for an optimizer that no machine runs under ``strategy``.
+
+        Imports no class: the recipe may define it, and a login node may lack its package.
+        """
         refuse_outside_table(self.name, strategy, precision)
-        if is_own(self.name):
-            self.keywords()
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments for the class of ``name``, without lr. ``arguments`` win over betas, eps and fused.
