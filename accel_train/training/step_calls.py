@@ -233,6 +233,8 @@ class Leftovers:
         """No window of the model has finished yet. Some checks cost too much for every step."""
         self.in_backward = False
         """Within the window's own backward."""
+        self.has_named_unused = False
+        """The warning of ``find_unused`` was given. A first step may be repeated, in fp16 or for want of memory."""
         self._witness: nn.Parameter | None = None
         self._optimizers: list[Any] = []
         self._sees_zeros = False
@@ -308,7 +310,7 @@ def _refuse_backward(step: int) -> NoReturn:
 
 
 def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
-    """Warn of trained parameters without a gradient, other than frozen parts. Under DDP raise ``RuntimeError`` instead.
+    """Warn once of trained parameters without a gradient, other than frozen parts. Under DDP raise ``RuntimeError``.
 
     DDP has then reduced a part of the gradients only, and torch refuses the next forward without their names.
     """
@@ -330,7 +332,14 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     )
     if is_ddp:
         raise RuntimeError(f"{finding}, and DDP requires one for each in every step; {remedy}")
-    logger.warning("%s: they do not train, and DDP would refuse them; %s", finding, remedy)
+    leftovers = leftovers_of(model)
+    if not leftovers.has_named_unused:
+        leftovers.has_named_unused = True
+        logger.warning(
+            "%s: they do not train in this step, nor at all if no later step uses them, and DDP would refuse them; %s",
+            finding,
+            remedy,
+        )
 
 
 _STEPPED = "_accel_train_version_when_stepped"

@@ -412,7 +412,44 @@ def test_parameters_that_the_loss_does_not_use_are_named_in_the_first_step(
         optimizer.step()
         optimizer.zero_grad()
     (said,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
-    assert "step 8: no gradient for 2 trained parameter(s) (table.weight, table.bias): they do not train" in said
+    finding = "step 8: no gradient for 2 trained parameter(s) (table.weight, table.bias)"
+    assert (
+        f"{finding}: they do not train in this step, nor at all if no later step uses them, and DDP would refuse them"
+        in said
+    )
+
+
+def test_parameters_without_a_gradient_are_named_once_however_often_the_first_step_is_repeated(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = accelerator.prepare(Spare())
+    # As in fp16, whose first step may overflow several times.
+    overflows = iter([True, True, False, False])
+    monkeypatch.setattr(GradientWindow, "_overflowed", lambda self: next(overflows))
+    # The second window repeats the step of a first one that ran out of memory, so that none has finished.
+    for attempts in (3, 1):
+        done = 0
+        for inputs in (window := window_over(accelerator, model, 4)):
+            window.backward(sums(model, inputs))
+            done += 1
+        assert done == attempts * len(window.inputs)
+        model.zero_grad()
+    assert sum("no gradient" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_parameters_that_only_the_last_micro_batch_uses_have_a_gradient(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = accelerator.prepare(Spare())
+    window = window_over(accelerator, model, 4)
+    for done, inputs in enumerate(window):
+        found = sums(model, inputs)
+        if done + 1 == len(window.inputs):
+            for layer in (model.table, model.frozen):
+                found["main"] = found["main"] + 0 * layer(inputs["x"]).sum()
+        window.backward(found)
+    assert len(window.inputs) > 1
+    assert not [record for record in caplog.records if "no gradient" in record.getMessage()]
 
 
 UNUSED = """
