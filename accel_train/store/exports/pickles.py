@@ -11,7 +11,7 @@ from pathlib import Path
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
 """Suffixes of files written by Python's pickle."""
 GENERAL = frozenset({".bin", ".ckpt"})
-"""Suffixes among ``PICKLES`` that other formats have too, such as the table of a tokenizer."""
+"""Suffixes among ``PICKLES`` that other formats have too, such as raw arrays."""
 PROTOCOLS = range(2, 6)
 """Protocols whose files begin with a mark. Protocols 0 and 1 are text and have none."""
 
