@@ -256,6 +256,8 @@ class Leftovers:
 
         A backward within ``in_backward`` passes.
         """
+        # A backward that raised, such as one out of memory, has left it True.
+        self.in_backward = False
         # Gradients of 0 add nothing.
         if any(p.grad is not None and bool(local_of(p.grad).any()) for p in parameters):
             _refuse_backward(step)

@@ -16,7 +16,6 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.datasets import Batch
-from accel_train.domains.models.description import read_description
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.pde import losses, pictures
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
@@ -25,7 +24,7 @@ from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.pipeline import Example, describe
+from accel_train.pipeline import Example, describe, settings_of
 from accel_train.store.weights import has_ema
 
 BATCH = 64
@@ -288,7 +287,7 @@ def describe_model(
 
 def _residual_steps(directory: Path) -> int:
     """Return the denoising steps of the residual, from config.json. Raises ``UsageError`` if it lacks them."""
-    described = read_description(directory)
+    described = settings_of(directory)
     try:
         return int(described["sampler"]["residual_steps"])
     except (KeyError, TypeError, ValueError):

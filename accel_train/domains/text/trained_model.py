@@ -10,7 +10,6 @@ from accel_train import pipeline
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
-from accel_train.domains.models.description import read_description
 from accel_train.domains.models.mmdit import MultimodalMMDiT
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
@@ -76,7 +75,7 @@ class Settings(NamedTuple):
 def read_settings(directory: Path) -> Settings:
     """Read the objective and the samplers from config.json. Raises ``UsageError`` if it lacks them."""
     path = directory / "config.json"
-    described = read_description(directory)
+    described = pipeline.settings_of(directory)
     try:
         objective, sampler = described["objective"], described["sampler"]
         return Settings(
