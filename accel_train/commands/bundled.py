@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from accel_train.config import UsageError, bundled_folder, expand_path
 from accel_train.wording import did_you_mean, nearest
@@ -82,6 +83,11 @@ def import_recipe(path: Path) -> ModuleType:
     if not hasattr(module, "main"):
         raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
     return module
+
+
+def declaration_of(path: Path) -> Any:
+    """Import a recipe and return what its Config declares, an ``experiment.Recipe``, or None."""
+    return getattr(getattr(import_recipe(path), "Config", None), "recipe", None)
 
 
 def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:

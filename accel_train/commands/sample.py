@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import loading
-from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.commands.bundled import declaration_of, find_recipe
 from accel_train.config import UsageError, disk_error, expand_path, refuse_unwritable
 from accel_train.options.loading import read_options
 from accel_train.pipeline import TrainedModel
@@ -90,9 +90,7 @@ def _named(adapters: Sequence[str]) -> dict[str, str]:
 
 def _declared(recipe: str) -> type[TrainedModel]:
     """Return the pipeline declared by a recipe's file."""
-    module = import_recipe(find_recipe(recipe))
-    declaration = getattr(getattr(module, "Config", None), "recipe", None)
-    pipeline: type[TrainedModel] | None = getattr(declaration, "pipeline", None)
+    pipeline: type[TrainedModel] | None = getattr(declaration_of(find_recipe(recipe)), "pipeline", None)
     if pipeline is None:
         raise UsageError(
             f"recipe {recipe!r}: its Config declares no pipeline, the class that loads its model and samples from it. "

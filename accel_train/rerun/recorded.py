@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel_train.commands.bundled import find_recipe, folder, recipe_names
+from accel_train.commands.bundled import declaration_of, find_recipe, folder, recipe_names
 from accel_train.commands.places import find_run
 from accel_train.config import UsageError
 from accel_train.metrics.records import last_pass, read_metrics
@@ -17,11 +18,12 @@ from accel_train.options.tree import Tree, flatten, overlaid
 from accel_train.rerun.starts import Line, Start
 from accel_train.store import commit, manifest
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import METRICS_FILE
+from accel_train.store.names import DATA_CHANGED, DATA_FINGERPRINT, METRICS_FILE
 from accel_train.store.run_file import recall
 from accel_train.wording import shortened
 
 HUB = "hub:"
+DATA_PATH = "data.path"
 # Options that decide how long a run is, what it writes and where. They change no step.
 WITHOUT_EFFECT = re.compile(r"output_dir|max_steps|max_epochs|collective_timeout_seconds|(checkpoints|hub|log)\..*")
 
@@ -97,22 +99,43 @@ class RecordedRun:
         """Options, or groups of them, that any start was allowed to change."""
         return {name for record in self.records for name in record.get("config", {}).get("allow", ())}
 
-    def changed_since_the_start(self) -> list[str]:
-        """Name the options that a later start changed with ``--allow``: ``run.json`` has only their new values."""
+    @property
+    def _kept_its_data(self) -> bool:
+        """True if no start can have had other data, wherever they were: each compared their fingerprint."""
+        changeable = any(flatten(record.get("config", {})).get(DATA_CHANGED) == "allow" for record in self.records)
+        is_known = bool(self.saved["experiment"].get(DATA_FINGERPRINT))
+        return is_known and not changeable and not is_covered(DATA_FINGERPRINT, self._allowed)
+
+    def _changes_steps(self, name: str, recipe: Path) -> bool:
+        """Return True if a start was allowed to change the option ``name``, and it has an effect on the steps."""
+        if not is_covered(name, self._allowed) or is_covered(name, free_options(recipe)):
+            return False
+        return name != DATA_PATH or not self._kept_its_data
+
+    def changed_since_the_start(self, recipe: Path) -> list[str]:
+        """Name the options that a later start changed with ``--allow``: ``run.json`` has only their new values.
+
+        Options without an effect on the trajectory are left out. Imports the recipe if any option has changed.
+        """
         before = flatten(next((record["config"] for record in self.records if record.get("event") == "config"), {}))
         now: Mapping[str, Any] = self.saved["experiment"]
-        names = [name for name in before if name in now and is_covered(name, self._allowed)]
-        return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if before[name] != now[name]]
+        # A derived value is kept by a start that leaves the option open.
+        used = values_of(self.saved)
+        names = [name for name in before if name in now and before[name] not in (now[name], used[name])]
+        return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if self._changes_steps(name, recipe)]
 
-    def allowed_changes(self, first: int, last: int, used: Mapping[str, Any]) -> dict[int, list[str]]:
+    def allowed_changes(self, first: int, last: int, used: Mapping[str, Any], recipe: Path) -> dict[int, list[str]]:
         """Map the step of each start among ``starts`` to the options that ``--allow`` let it change from ``used``.
 
-        Empty without a log. An option that a start left to be derived was kept.
+        Empty without a log. An option that a start left to be derived was kept. Options without an effect on the
+        trajectory are left out. Imports the recipe if any option has changed.
         """
+        derived: Mapping[str, Any] = self.saved.get("resolved") or {}
         changes: dict[int, list[str]] = {}
         for step, start in self._begun(first, last):
             for name, value in flatten(start.options).items():
-                if value not in (None, used.get(name)) and is_covered(name, self._allowed):
+                is_kept = value == used.get(name) or (value is None and name in derived)
+                if not is_kept and self._changes_steps(name, recipe):
                     changes.setdefault(step, []).append(f"{name} {used.get(name)!r} -> {value!r}")
         return changes
 
@@ -213,7 +236,7 @@ def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
     if checkpoint is not None and checkpoint.manifest.get("experiment"):
         flat = checkpoint.manifest["experiment"]
     # The fingerprint is of the data, not an option.
-    return overlaid({}, {name: value for name, value in flat.items() if name != "data_fingerprint"})
+    return overlaid({}, {name: value for name, value in flat.items() if name != DATA_FINGERPRINT})
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,6 +244,17 @@ def values_of(record: Mapping[str, Any]) -> dict[str, Any]:
     derived: Mapping[str, Any] = record.get("resolved") or {}
     options: Mapping[str, Any] = record.get("experiment") or {}
     return {name: derived.get(name) if value is None else value for name, value in options.items()}
+
+
+@cache
+def free_options(recipe: Path) -> tuple[str, ...]:
+    """Return the options and groups of a recipe without an effect on the trajectory. Imports the recipe."""
+    # Imported late, because it takes seconds and few runs have changed options.
+    from accel_train.experiment_options import FREE_TO_CHANGE
+
+    declared = declaration_of(recipe)
+    own = () if declared is None else declared.free_to_change
+    return (*FREE_TO_CHANGE, *own)
 
 
 def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:

@@ -107,14 +107,15 @@ def replay(request: Request) -> int:
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
     """Choose the checkpoint and the steps to compare. Raises ``UsageError`` if there are none."""
     # Compared from the checkpoint on: steps up to the window are trained anyway, and may differ first.
-    checkpoint, reasons = _beginning(run, first)
+    recipe = recorded.recipe_of(run, request.recipe)
+    checkpoint, reasons = _beginning(run, recipe, first)
     start_step = 0 if checkpoint is None else checkpoint.step
     logged = [step for step in run.lines("train") if start_step < step <= last]
     within = [step for step, _ in run.checkpoints if start_step < step <= last]
     save_every, saved = training.steps_to_save(within, last)
     plan = _Plan(
         run,
-        recorded.recipe_of(run, request.recipe),
+        recipe,
         (first, last),
         checkpoint,
         logged,
@@ -130,13 +131,13 @@ def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_P
     return plan, _notices(plan, reasons)
 
 
-def _beginning(run: RecordedRun, first: int) -> tuple[Checkpoint | None, list[str]]:
+def _beginning(run: RecordedRun, recipe: Path, first: int) -> tuple[Checkpoint | None, list[str]]:
     checkpoint, reasons = run.newest_at(first)
     if checkpoint is not None:
         return checkpoint, reasons
     # A run that began from another one's checkpoint has no step 0.
     origin = run.saved.get("origin")
-    changed = run.changed_since_the_start()
+    changed = run.changed_since_the_start(recipe)
     if first == 0 and origin is None and not changed:
         return None, reasons
     steps = [str(step) for step, _ in run.checkpoints]
@@ -219,7 +220,7 @@ def _judge(
     changes: dict[int, list[str]] = {}
     if plan.checkpoint is not None:
         used = recorded.values_of(plan.checkpoint.manifest)
-        changes = run.allowed_changes(plan.start_step + 1, last, used)
+        changes = run.allowed_changes(plan.start_step + 1, last, used, plan.recipe)
     end = min(changes, default=last)
     judged = [row for row in rows if row.step <= end]
     verdict = agreement.verdict(judged, [one for one in compared if one.step <= end], reasons, tolerance)

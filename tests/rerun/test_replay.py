@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from accel_train import cli
+from accel_train.commands.bundled import find_recipe
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.hub.push_now import push_now
+from accel_train.options.tree import flatten
 from accel_train.rerun import agreement, recorded, replay, training
 from accel_train.rerun.agreement import Row, Weights
 from accel_train.rerun.receipt import receipt_file
@@ -240,7 +242,8 @@ def test_options_changed_at_a_resume_are_named_and_the_steps_after_it_are_not_ju
 
     experiment = {"optimizer.lr": 0.1, "schedule.decay_steps": None, "health.window": 0}
     before = {"experiment": experiment, "resolved": {"schedule.decay_steps": 60}}
-    now = {"experiment": experiment | {"optimizer.lr": 0.2, "schedule.decay_steps": 20}, "resolved": {}}
+    resolved = {"schedule.decay_steps": 20}
+    now = {"experiment": experiment | {"optimizer.lr": 0.2} | resolved, "resolved": resolved}
     records = [*start(0, 0.1, None), *start(6, 0.2, None, "optimizer"), *start(8, 0.2, 20, "schedule.decay_steps")]
     run = recorded.RecordedRun("run", tmp_path, now, records, [])
     rows = [Row(step, {"loss": (1.0, 1.0 if step < 7 else 2.0)}) for step in range(4, 10)]
@@ -248,7 +251,7 @@ def test_options_changed_at_a_resume_are_named_and_the_steps_after_it_are_not_ju
 
     def judged(first: int) -> list[str]:
         saved = manifest.Checkpoint(tmp_path, first, before)
-        plan = replay._Plan(run, tmp_path, (first, 9), saved, [], 0, [])
+        plan = replay._Plan(run, find_recipe("mmdit"), (first, 9), saved, [], 0, [])
         compared = [[one for one in part if one.step > first] for part in (rows, weights)]
         return replay._verdict_lines(replay._judge(plan, *compared, [], 1e-5))  # type: ignore[arg-type]
 
@@ -263,7 +266,39 @@ def test_options_changed_at_a_resume_are_named_and_the_steps_after_it_are_not_ju
     assert judged(6)[-1] == "verdict: not judged"
     other = r"other options, which it no longer has: optimizer\.lr 0\.1 -> 0\.2, schedule\.decay_steps None -> 20\)"
     with pytest.raises(UsageError, match=other):
-        replay._beginning(run, 0)
+        replay._beginning(run, find_recipe("mmdit"), 0)
+
+
+def test_only_options_with_an_effect_on_the_steps_count_as_changed(tmp_path: Path) -> None:
+    pde = find_recipe("pde")
+    moved = {"path": "/b", "workers": 2, "cache_dir": "/b"}
+
+    def changed(
+        before: dict[str, Any], after: dict[str, Any], *allow: str, resolved: dict[str, Any] | None = None
+    ) -> list[str]:
+        records: list[dict[str, Any]] = []
+        for config in ({**before, "allow": []}, {**after, "allow": allow}):
+            records += [{"event": "environment"}, {"event": "config", "config": config}]
+        records.append({"event": "resume", "step": 4})
+        saved = {"experiment": flatten(after) | {"data_fingerprint": "f"}, "resolved": resolved}
+        run = recorded.RecordedRun("run", tmp_path, saved, records, [])
+        used = recorded.values_of({"experiment": flatten(before), "resolved": resolved})
+        since = run.changed_since_the_start(pde)
+        assert run.allowed_changes(1, 8, used, pde) == ({4: since} if since else {})
+        return since
+
+    here = {"path": "/a", "workers": 0, "cache_dir": "/a"}
+    assert changed({"data": here}, {"data": moved}, "data") == []
+    assert changed({"log": {"log_every": 1}}, {"log": {"log_every": 2}}, "log") == []
+    # Data of another place may be other data only if a start was told to accept them.
+    paths = ["data.path '/a' -> '/b'"]
+    assert changed({"data": here}, {"data": moved}, "data", "data_fingerprint") == paths
+    assert changed({"data": here | {"changed": "allow"}}, {"data": moved | {"changed": "allow"}}, "data") == paths
+    # None is a value of its own, except for an option whose value a start derived.
+    given, left = {"schedule": {"decay_steps": 10}}, {"schedule": {"decay_steps": None}}
+    assert changed(given, left, "schedule", resolved={"schedule.decay_steps": 10}) == []
+    bounded, free = {"plateau": {"patience": 3}}, {"plateau": {"patience": None}}
+    assert changed(bounded, free, "plateau", resolved={}) == ["plateau.patience 3 -> None"]
 
 
 def test_a_copy_links_files_one_by_one_so_that_nothing_is_deleted_through_it(run: Finished, tmp_path: Path) -> None:
