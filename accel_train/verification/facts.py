@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 LINES_SHOWN = 12
 """Lines shown of the output of a failed run."""
 OF_TORCHRUN = "torch/distributed/elastic/"
-"""In the first line of torchrun's own report, which comes behind the error of a process and does not have it."""
+"""In each line that torchrun itself logs: notices, and the first line of its report of a failure."""
+FAILURE = "failed (exitcode"
+"""In the first line of that report. The rest of it repeats the exit code and has no error of a process."""
 REFUSAL = "error (wrong usage, exit code 2): "
 
 
@@ -84,14 +85,18 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """The last lines of the output, or the sentence of a refusal."""
+        """The last lines of the output up to the exit code in torchrun's report, or the sentence of a refusal."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         # Not only the last line: a launcher may add some of its own.
         refusals = [line.partition(REFUSAL)[2] for line in lines if REFUSAL in line]
         if self.code == 2 and refusals:
             return refusals[-1]
-        before = list(takewhile(lambda line: OF_TORCHRUN not in line, lines))
-        return "\n".join((before or lines)[-LINES_SHOWN:])
+        reports = (number for number, line in enumerate(lines) if OF_TORCHRUN in line and FAILURE in line)
+        end = next(reports, len(lines))
+        own = [line for line in lines[:end] if OF_TORCHRUN not in line]
+        # The exit code in the report's first line is the only trace of a killed process.
+        told = [*own, *lines[end : end + 1]]
+        return "\n".join((told or lines)[-LINES_SHOWN:])
 
     def checkpoint(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"checkpoint_{step:08d}"

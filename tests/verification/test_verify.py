@@ -214,6 +214,26 @@ Root Cause (first observed failure):
         assert " ".join(check.failure.split()[:4]) not in shown
 
 
+def test_a_killed_process_is_named_by_its_exit_code_and_a_notice_of_torchrun_hides_no_error() -> None:
+    # As torchrun prints it, cut at the sides.
+    module = "W1201 09:40:32 18870 torch/distributed/elastic/multiprocessing"
+    notice = f"{module}/redirects.py:29] NOTE: Redirects are currently not supported in Windows or MacOs."
+    stopping = f"{module}/api.py:1028] Sending process 18878 closing signal SIGTERM"
+    failed = f"{module}/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 18877) of binary: python"
+    report_of_torchrun = [
+        "Traceback (most recent call last):",
+        "  traceback : Signal 15 (SIGTERM) received by PID 18878",
+    ]
+
+    def message(*lines: str) -> str:
+        return replace(outcome(0), code=1, output="\n".join(lines)).message
+
+    assert message("step 1/4", stopping, failed, *report_of_torchrun) == f"step 1/4\n{failed}"
+    assert message(notice, failed, *report_of_torchrun) == failed
+    assert message("2 processes", notice, "RuntimeError: mine") == "2 processes\nRuntimeError: mine"
+    assert message(notice) == notice
+
+
 def test_a_term_that_only_one_of_two_runs_logs_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_compared", lambda *_: {})
     more = outcome(4)
