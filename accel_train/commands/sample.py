@@ -56,8 +56,9 @@ def _writing(options: Any) -> Generator[None]:
         yield
     except OSError as error:
         file = Path(error.filename or "")
-        # That the disk is full is noticed by a write, whose error names no file.
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # That the disk is full is noticed by a write, whose error names no file, or by a second file beside the first.
+        is_on_its_disk = error.filename is None or file.parent == path.parent
+        is_full = is_on_its_disk and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not is_full and path not in (file, *file.parents):
             raise
         raise disk_error(error)(f"--output {given}: cannot be written ({error.strerror}); {remedy}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def test_a_full_disk_is_an_error_of_the_output(to: str, tmp_path: Path) -> None:
     run = text_run(tmp_path / "texts")
     with pytest.raises(MachineError, match=r"--output /dev/full: cannot be written \(No space left on device\)"):
         cli._main(["sample", str(run), "--text", "a cat", "--to", to, "--output", "/dev/full"])
+
+
+@pytest.mark.parametrize("place", ["cache/blob", "drawn/0.png", "drawn.png"])
+def test_a_full_disk_elsewhere_is_no_error_of_the_output(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / place))
+
+    run = text_run(tmp_path / "texts")
+    monkeypatch.setattr(TextLatentPipeline, "sample", fill)
+    expected = (MachineError, "--output .*drawn: cannot be written") if "drawn" in place else (OSError, "cache/blob")
+    with pytest.raises(expected[0], match=expected[1]):
+        cli._main(["sample", str(run), "--text", "a cat", "--output", str(tmp_path / "drawn")])
 
 
 def test_the_folder_of_the_output_is_made_and_an_unusable_place_is_refused(tmp_path: Path) -> None:
