@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, 
 
 from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import to_tree
-from accel_train.store import strict_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -190,19 +189,6 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
             f"reads {FORMAT}. Install the version that wrote it, or a newer one"
         )
     return description
-
-
-def settings_of(directory: Path) -> Mapping[str, Any]:
-    """Return the ``settings`` in config.json of a directory, empty for a model of another library.
-
-    Raises ``UsageError`` for a file that cannot be read.
-    """
-    path = directory / "config.json"
-    try:
-        description = strict_json.read_object(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
-    return settings(description, directory) or {}
 
 
 def read_lines(file: str | None, option: str = "text_file") -> list[str]:

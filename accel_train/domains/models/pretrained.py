@@ -1,4 +1,4 @@
-"""Load weights from a directory or the Hub into a model, for `from_pretrained` of every model here."""
+"""Load weights from a directory or the Hub, for `from_pretrained` of every model here, and the settings beside them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
+from accel_train import pipeline
 from accel_train.config import UsageError, expand_path
-from accel_train.store.strict_json import json_sha256
+from accel_train.store import strict_json
 from accel_train.wording import did_you_mean, nearest, shortened
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
@@ -148,7 +149,7 @@ def config_hash(*modules: nn.Module) -> str:
     """
     described = [[type(module).__name__, _given_config(module)] for module in modules]
     # As JSON has it: a config may hold tuples and dtypes.
-    return json_sha256(json.loads(json.dumps(described, default=str)))
+    return strict_json.json_sha256(json.loads(json.dumps(described, default=str)))
 
 
 def _given_config(module: nn.Module) -> Mapping[str, Any]:
@@ -158,3 +159,16 @@ def _given_config(module: nn.Module) -> Mapping[str, Any]:
     # diffusers lists the names for which its config had no value.
     defaults = config.get("_use_default_values", ())
     return {name: value for name, value in config.items() if name not in defaults}
+
+
+def settings_of(directory: Path) -> Mapping[str, Any]:
+    """Return the ``settings`` in config.json of a directory, empty for a model of another library.
+
+    Raises ``UsageError`` for a file that cannot be read.
+    """
+    path = directory / "config.json"
+    try:
+        description = strict_json.read_object(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
+    return pipeline.settings(description, directory) or {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.datasets import Batch
-from accel_train.domains.models.pretrained import load_directory
+from accel_train.domains.models.pretrained import load_directory, settings_of
 from accel_train.domains.pde import losses, pictures
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.options import ObjectiveConfig
@@ -24,7 +24,7 @@ from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.pipeline import Example, describe, settings_of
+from accel_train.pipeline import Example, describe
 from accel_train.store.weights import has_ema
 
 BATCH = 64
