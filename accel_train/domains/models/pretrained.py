@@ -1,4 +1,4 @@
-"""Load weights from a directory or the Hub, for `from_pretrained` of every model here, and the settings beside them."""
+"""Load weights from a directory or the Hub, for `from_pretrained` of every model here, and config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
-from accel_train import pipeline
 from accel_train.config import UsageError, expand_path
 from accel_train.store import strict_json
 from accel_train.wording import did_you_mean, nearest, shortened
@@ -161,14 +160,10 @@ def _given_config(module: nn.Module) -> Mapping[str, Any]:
     return {name: value for name, value in config.items() if name not in defaults}
 
 
-def settings_of(directory: Path) -> Mapping[str, Any]:
-    """Return the ``settings`` in config.json of a directory, empty for a model of another library.
-
-    Raises ``UsageError`` for a file that cannot be read.
-    """
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json of a directory. Raises ``UsageError`` for one that cannot be read."""
     path = directory / "config.json"
     try:
-        description = strict_json.read_object(path)
+        return strict_json.read_object(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
-    return pipeline.settings(description, directory) or {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.datasets import Batch
-from accel_train.domains.models.pretrained import load_directory, settings_of
+from accel_train.domains.models.pretrained import load_directory, read_config
 from accel_train.domains.pde import losses, pictures
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.options import ObjectiveConfig
@@ -24,7 +24,7 @@ from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.pipeline import Example, describe
+from accel_train.pipeline import Example, describe, settings
 from accel_train.store.weights import has_ema
 
 BATCH = 64
@@ -287,7 +287,7 @@ def describe_model(
 
 def _residual_steps(directory: Path) -> int:
     """Return the denoising steps of the residual, from config.json. Raises ``UsageError`` if it lacks them."""
-    described = settings_of(directory)
+    described = settings(read_config(directory), directory) or {}
     try:
         return int(described["sampler"]["residual_steps"])
     except (KeyError, TypeError, ValueError):

@@ -11,7 +11,7 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT
-from accel_train.domains.models.pretrained import load_directory, settings_of
+from accel_train.domains.models.pretrained import load_directory, read_config
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
 from accel_train.domains.text.encoders import TransformerEncoder
@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 def read_settings(directory: Path) -> Settings:
     """Read the objective and the samplers from config.json. Raises ``UsageError`` if it lacks them."""
     path = directory / "config.json"
-    described = settings_of(directory)
+    described = pipeline.settings(read_config(directory), directory) or {}
     try:
         objective, sampler = described["objective"], described["sampler"]
         return Settings(
