@@ -139,8 +139,8 @@ class TransformerEncoder:
             return width
         if self.latent_dim > width:
             raise UsageError(
-                f"--data.latent_dim {self.latent_dim}: {self.name!r} has {width} dimensions. Give 1 to {width}, or "
-                "null for all."
+                f"--data.latent_dim {self.latent_dim}: embeddings of {self.name!r} have {width} dimensions. Give 1 "
+                f"to {width}, or null for all."
             )
         return self.latent_dim
 

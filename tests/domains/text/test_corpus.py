@@ -108,7 +108,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_other_codings_are_refused_by_name(tmp_path: Path, start: bytes, code: str) -> None:
     file = tmp_path / "data.txt"
     file.write_bytes(start)
-    with pytest.raises(UsageError, match=f"is {code}, UTF-8 is required"):
+    with pytest.raises(UsageError, match=f"is {code}, but UTF-8 is required"):
         read(file)
 
 

@@ -124,7 +124,7 @@ def test_saved_and_loaded_encoder_verifies_the_weights(tmp_path: Path) -> None:
 
 def test_dimensions_beyond_the_model_are_refused(tmp_path: Path) -> None:
     tiny_encoders.bert(tmp_path)
-    with pytest.raises(UsageError, match=r"--data.latent_dim 17: .* gives 16 dimensions"):
+    with pytest.raises(UsageError, match=r"--data.latent_dim 17: embeddings of .* have 16 dimensions"):
         _ = TransformerEncoder(str(tmp_path), latent_dim=17).dim
     with pytest.raises(UsageError, match=r"--data.encoder_max_length 65: .* reads at most 64 tokens"):
         TransformerEncoder(str(tmp_path), max_length=65).encode(TEXTS)

@@ -157,7 +157,7 @@ def test_a_new_run_takes_the_assets_of_its_weights_and_says_so(tmp_path: Path) -
         new = prepare_data(settings(tmp_path, path=str(tmp_path / "two.txt"), **options), weights=weights)
         assert same_assets(first, new) == [True, True, True]
         taken, scale = new.notices[-2:]
-        assert taken.startswith("init_from: the tokenizer of 340 pieces and the latent encoder of ")
+        assert taken.startswith("init_from: uses the tokenizer of 340 pieces and the latent encoder of ")
         assert scale.endswith("of these latents alone)")
         assert lengths(new) != lengths(first), "the texts are others"
     # The new run resumes with what it has taken, which is its own by now.

@@ -54,7 +54,7 @@ def test_the_main_process_names_who_is_missing(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     caplog.set_level(logging.WARNING)
-    missing = r"^collective_timeout_seconds: 1: 1 of 2 processes"
+    missing = r"^collective_timeout_seconds: 1: timed out waiting for 1 of 2 processes"
     with pytest.raises(MissingProcessError, match=missing) as error, meeting({}, timedelta(seconds=1)):
         pytest.fail("nobody came")
     line = caplog.messages[0]
