@@ -288,8 +288,8 @@ def test_doctor_names_a_path_at_which_compilation_breaks(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/a b")
     assert call("doctor") == 0
     found = capsys.readouterr().out
-    assert "WARNING: the Python environment '/home/me/my venv' has a space" in found
-    assert "WARNING: TORCHINDUCTOR_CACHE_DIR '/tmp/a b' has a space" in found
+    assert "WARNING: the Python environment '/home/me/my venv' contains a space" in found
+    assert "WARNING: TORCHINDUCTOR_CACHE_DIR '/tmp/a b' contains a space" in found
 
 
 @pytest.mark.parametrize("command", ["launch", "rehearse", "check"])

@@ -51,6 +51,6 @@ def test_each_path_at_which_a_command_breaks_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.tempdir", "/tmp/my files")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/cache")
     environment, temporary = paths_with_a_space()
-    assert environment.startswith("the Python environment '/home/me/my venv' has a space")
-    assert temporary.startswith("the directory for temporary files '/tmp/my files' has a space")
+    assert environment.startswith("the Python environment '/home/me/my venv' contains a space")
+    assert temporary.startswith("the directory for temporary files '/tmp/my files' contains a space")
     assert paths_with_a_space(inductor=False) == [environment]

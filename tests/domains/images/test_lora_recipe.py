@@ -271,7 +271,7 @@ def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
     for name in ("config.json", "pipeline.json", "README.md"):
         (tmp_path / "plain" / name).unlink(missing_ok=True)
     both.attach({"plain": tmp_path / "plain"})
-    assert "nothing says which files its base is" in caplog.text
+    assert "does not record the files of its base" in caplog.text
     assert np.array_equal(drawn[1], np.asarray(both(PROMPT, seed=7, adapter="plain")))
 
 

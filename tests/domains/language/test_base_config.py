@@ -201,7 +201,7 @@ def test_a_run_begins_from_exported_adapters_as_from_their_run(
     assert "so the base is not compared" in caplog.text
     described = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(described | {"alpha_pattern": {"q_proj": 7}}))
-    with pytest.raises(UsageError, match=r"have another rank or alpha on q_proj, which no option here has"):
+    with pytest.raises(UsageError, match=r"have another rank or alpha on q_proj, which no option here can set"):
         begin("other", folder)
     flip = bytearray((out / "adapter_model.safetensors").read_bytes())
     flip[-1] ^= 1
