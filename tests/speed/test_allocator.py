@@ -102,6 +102,6 @@ def test_what_cannot_fit_into_the_share_is_refused(calls: list[Any], monkeypatch
         )
 
     check()  # 5 of 8 GiB
-    with pytest.raises(UsageError, match=r"5\.0 GiB .* and cuda has 2\.0 GiB"):
+    with pytest.raises(UsageError, match=r"5\.0 GiB .* but cuda has 2\.0 GiB"):
         check()
     assert asked == [CURRENT, CURRENT]

@@ -254,7 +254,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     BatchScheduleConfig().refuse_unmeasurable(8, "muon", 0.0, 1.0)
     for name in ("muon", "adamw8bit", "prodigyopt:Prodigy"):
         with pytest.raises(
-            UsageError, match=rf"optimizer.name {name} keeps no mean .*adamw or adamw_offload is required"
+            UsageError, match=rf"optimizer.name {name} keeps no fp32 mean .*adamw or adamw_offload is required"
         ):
             schedule.refuse_unmeasurable(8, name, 0.9, None)
     with pytest.raises(UsageError, match=r"optimizer.betas 0.0: .*give --optimizer.betas 0.9 0.95"):
