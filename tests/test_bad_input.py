@@ -789,7 +789,7 @@ SEEN_BY_A_PROCESS = [
     ),
     Row(
         "I21",
-        says=r"WORLD_SIZE: 2 is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not.*unset it",
+        says=r"WORLD_SIZE: 2 is set, but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,.*unset it",
         environment=(("WORLD_SIZE", "2"),),
     ),
     Row(

@@ -806,7 +806,7 @@ def test_by_hand_with_nothing_waiting_pushes_the_newest(server: HubServer, run: 
     make_checkpoint(run, 2)
     assert len(push_now(run, CONFIG)) == 1
     assert [t.split()[1] for t in server.titles(REPO)] == ["2"]
-    with pytest.raises(UsageError, match=r"where to\?.*give hub\.repo_id"):
+    with pytest.raises(UsageError, match=r"the target is unknown.*give hub\.repo_id"):
         push_now(run, HubConfig())
 
 
