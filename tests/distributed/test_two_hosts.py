@@ -109,5 +109,5 @@ def test_a_host_that_fails_alone_is_missed_by_the_other(hosts: tuple[str, str], 
     assert [process.returncode for process in started] == [1, 2], "\n".join(o[-3000:] for o in outputs)
     assert "machine 0 of 2: the processes start once every machine has started this command" in outputs[0]
     assert "waiting for 1 of 2 processes to connect to 10.231.77.1:" in outputs[0]
-    assert "MissingProcessError: collective_timeout_seconds: 20: 1 of 2 processes" in outputs[0]
+    assert "MissingProcessError: collective_timeout_seconds: 20: timed out waiting for 1 of 2 processes" in outputs[0]
     assert "DistStoreError" not in outputs[0]

@@ -241,7 +241,7 @@ def test_both_names_of_the_command_write_the_same_files(tmp_path: Path, capsys: 
     run = text_run(tmp_path / "run")
     for name, words in (("new", ["export"]), ("old", ["checkpoints", "export"])):
         assert cli._main([*words, str(run), str(tmp_path / name)]) == 0
-        assert "model.py with torch alone repeats 4 examples" in capsys.readouterr().out
+        assert "model.py with torch alone reproduces 4 examples" in capsys.readouterr().out
     for path in (tmp_path / "new").rglob("*"):
         twin = tmp_path / "old" / path.relative_to(tmp_path / "new")
         assert path.is_dir() or path.read_bytes() == twin.read_bytes(), path

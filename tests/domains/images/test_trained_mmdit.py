@@ -366,7 +366,7 @@ def test_an_export_draws_as_the_run_and_merged_as_apart(
 
     apart = of_run.draw(PROMPTS[0], steps=2)
     assert cli._main(["export", str(trained), str(tmp_path / "merged"), "--weights", "ema", "--merged"]) == 0
-    assert "model.py with torch alone repeats" in capsys.readouterr().out
+    assert "model.py with torch alone reproduces" in capsys.readouterr().out
     whole = base_of(tmp_path / "merged")
     parts = whole.pipeline(CPU)
     given = whole.family.sample(conditioning(whole, PROMPTS[:1]), {})

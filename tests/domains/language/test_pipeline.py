@@ -346,7 +346,7 @@ def test_an_export_is_read_by_transformers_and_proves_itself(
     out = tmp_path / "out"
     assert cli._main(["export", str(run), str(out), "--weights", source]) == 0
     needed = "alone" if options == tiny.LLAMA else "and transformers"
-    assert f"model.py with torch {needed} repeats 1 examples of this model" in capsys.readouterr().out
+    assert f"model.py with torch {needed} reproduces 1 examples of this model" in capsys.readouterr().out
     expected = tiny.model(options)
     expected.load_state_dict(load_file(checkpoint_of(run) / f"{source}.safetensors"), strict=False)
     ids = torch.arange(12)[None]
