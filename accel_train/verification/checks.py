@@ -51,6 +51,10 @@ class Evidence:
     """Value used in the runs, possibly lower than the config's."""
 
 
+CALLS = ("window.", "training.")
+"""Beginnings of refusals of the loop's own calls."""
+
+
 @dataclass(frozen=True)
 class Check:
     """A check by its name, the runs it needs beside the reference, and the meaning of its failure."""
@@ -70,7 +74,10 @@ def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
         outcome = evidence.outcomes[name]
         # A refusal, such as options that exclude a strategy, says nothing about the gradient.
         if outcome.code == 2:
-            return Finding("not checked", reason=f"refused: {outcome.message}")
+            reason = f"refused: {outcome.message}"
+            # Unless it is of the loop itself, such as a loss of samples without weight.
+            verdict = "FAILED" if outcome.message.startswith(CALLS) else "not checked"
+            return Finding(verdict, reason=reason, crashed=verdict == "FAILED")
         if outcome.failed:
             said = f"the run {name} ended with exit code {outcome.code}:\n{outcome.message}"
             return Finding("FAILED", reason=said, crashed=True)

@@ -135,6 +135,9 @@ FAULTS = {
         "two_processes",
         (WEIGHTS, 'weighted = [(batch, torch.ones_like(batch["weight"]).sum()) for batch in batches.micro_batches]'),
         (LOSSES, LOSSES.replace(' * batch["weight"]', "")),
+        # The loop refuses it, so none of the checks on two processes can pass.
+        also="clip learning_rate reductions",
+        said="refused: window.backward: 1 sample(s) of this step have weight 0, but their loss is not 0",
     ),
     "evaluation that leaves the model in eval mode": _fault(
         "evaluation",
