@@ -81,7 +81,7 @@ def test_an_address_for_one_machine_is_refused_as_a_flag_alone(tmp_path: Path) -
     file = tmp_path / "machine.yaml"
     file.write_text(f"{ONE}main_process_ip: 10.0.0.1\n")
     assert read_machine(Launch(str(file), str(RECIPE)))[1].main_process_ip == "10.0.0.1"
-    with pytest.raises(UsageError, match=rf"--main_process_ip 10\.0\.0\.2: has no effect, .* is 1 in {file}; set num_machines"):
+    with pytest.raises(UsageError, match=rf"--main_process_ip 10\.0\.0\.2: has no effect, .* is 1 in {file}; set"):
         read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))
     file.write_text(NODES)
     read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))
