@@ -7,7 +7,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -34,6 +34,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.rng import preserve_random_states
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
+from accel_train.store.manifest import Checkpoint
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards, persistent_buffers
@@ -214,18 +215,24 @@ def test_the_ema_is_restored_from_what_is_nearest_to_it(
     assert float(ema.averages["weight"]) == numbers[read]
 
 
-def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
-    def write(folder: Path) -> None:
-        (folder / "config.json").write_text("{}")
-        (folder / "at 3\u202fPM.png").write_text("")
-
+def saved_with(toy: Toy, write_extras: Callable[[Path], None]) -> Checkpoint:
+    """Train a step and save it with these files. Nothing that is left out may lie in the checkpoint."""
     saver = toy.saver(CheckpointConfig())
-    saver._write_extras = write
+    saver._write_extras = write_extras
     with saver:
         toy.step(1)
         saver.save(1)
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
     assert commit.unlisted(saved) == []
+    return saved
+
+
+def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "at 3\u202fPM.png").write_text("")
+
+    saved_with(toy, write)
     assert r"left out of the checkpoint: 'at 3\u202fPM.png'" in caplog.text
 
 
@@ -240,13 +247,7 @@ def test_a_pickle_among_the_extra_files_is_left_out_and_all_else_is_saved(
         torch.save({"mean": torch.zeros(2)}, folder / "norm.state")
         (folder / "assets" / "tokenizer.bin").write_bytes(b"\x00\x01a table")
 
-    saver = toy.saver(CheckpointConfig())
-    saver._write_extras = write
-    with saver:
-        toy.step(1)
-        saver.save(1)
-    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
-    assert commit.unlisted(saved) == []
+    saved = saved_with(toy, write)
     names = {*saved.manifest["files"]}
     assert {"config.json", "assets/norm.safetensors", "model.safetensors", "optimizer/index.json"} <= names
     assert "assets/tokenizer.bin" in names
