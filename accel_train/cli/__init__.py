@@ -227,9 +227,11 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
 
         return diff(place, arguments.other)
     if action == "convert":
-        from accel_train.commands.convert import convert
+        from accel_train.commands import convert
 
-        return convert(place, arguments.destination, stem=arguments.stem)
+        if arguments.base is not None:
+            return convert.convert_adapters(place, arguments.base, arguments.destination, arguments.stem)
+        return convert.convert(place, arguments.destination, stem=arguments.stem)
     if action == "export":
         return _export(arguments)
     from accel_train.commands import checkpoints as commands

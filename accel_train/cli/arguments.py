@@ -295,6 +295,8 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     convert = add("convert", "SOURCE", "convert the files of Accelerator.save_state or save_pretrained for --init_from")
     convert.add_argument("destination", metavar="DESTINATION", help="directory for checkpoint_00000000")
     convert.add_argument("--stem", help="one of several sets of weights: model_1, model.fp16")
+    text = "SOURCE is a LoRA file of diffusers or kohya for this pipeline, a Hub id or folder"
+    convert.add_argument("--base", metavar="BASE", help=text)
     _add_export(add("export", "RUN_OR_CHECKPOINT", EXPORT))
     text = "push a checkpoint, or all waiting ones of a run, to the Hub, and wait"
     _add_push(add("push", "RUN_OR_CHECKPOINT", text))

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_train import __version__
 from accel_train.commands import diff, places
-from accel_train.commands.tensor_files import temporary_directory, write_collection
+from accel_train.commands.tensor_files import new_directory, temporary_directory, unused_directory, write_collection
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, strict_json, weights
 from accel_train.store.exports.pickles import is_pickle
@@ -68,6 +68,33 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     return 0
 
 
+def convert_adapters(source: str, base: str, destination: str, stem: str | None = None) -> int:
+    """Write the adapters in a LoRA file of safetensors to ``destination``, as folders of peft for ``--init_from``.
+
+    ``base`` is the Hub id or folder of their diffusers pipeline. Raises ``UsageError`` as ``convert_file`` does, and
+    for ``stem``, which is for ``convert``.
+    """
+    # Imported late, because other conversions do not need diffusers.
+    from accel_train.domains.images.kohya.foreign_adapters import convert_file
+    from accel_train.domains.images.pipelines.loading import BaseConfig, DiffusersBase, find_base
+
+    if stem is not None:
+        raise UsageError(f"--stem {stem}: a LoRA file has one collection of weights; leave --stem out")
+    file = expand_path(source)
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise UsageError(f"{file}: with --base, the path of a LoRA file in safetensors is required")
+    target = unused_directory(destination)
+    found = find_base(BaseConfig(source=base))
+    if not isinstance(found, DiffusersBase):
+        raise UsageError(f"--base {base}: is {found.family.name}; a diffusers pipeline is required")
+    with new_directory(target) as temporary:
+        lines = convert_file(file, found, temporary)
+    print(f"{target}: adapters of {file}, in peft's layout")
+    for line in lines:
+        print(line.replace(str(temporary), str(target)))
+    return 0
+
+
 def _source(source: str) -> Path:
     path = expand_path(source)
     if path.is_file() and is_pickle(path):
@@ -75,7 +102,7 @@ def _source(source: str) -> Path:
     if path.is_file() and path.suffix == ".safetensors":
         raise UsageError(
             f"{path}: is a file; a directory is required, because its config.json is copied too: give {path.parent} "
-            f"with --stem {shlex.quote(path.stem)}"
+            f"with --stem {shlex.quote(path.stem)}. For a LoRA file of diffusers or kohya, add --base with its pipeline"
         )
     if not path.is_dir():
         # A checkpoint of a run, chosen by its step. For any other, this raises with a list of what is there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -11,14 +10,13 @@ from typing import Any, Literal
 
 from accel_train import loading
 from accel_train.commands import diff, places
-from accel_train.commands.tensor_files import temporary_directory, write_collection
-from accel_train.config import UsageError, expand_path
+from accel_train.commands.tensor_files import new_directory, unused_directory, write_collection
+from accel_train.config import UsageError
 from accel_train.export import verify_adapter_script
 from accel_train.export.proof import NotRepeatedError, Outputs, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible, WrittenModel
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, strict_json, weights
-from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.exports import peft_layout
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, TensorInfo
@@ -58,15 +56,13 @@ def export(
     """
     found, skipped = places.newest_at(checkpoint)
     source = source or weights.best_stem(found.path)
-    target = _unused(destination)
+    target = unused_directory(destination)
     tensors = _best_copy(found, source)
-    # Beside the target, because a rename must not cross file systems.
-    temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
     is_adapter = peft_layout.CONFIG_FILE in found.manifest["files"]
     if merged:
         _refuse_unmergeable(found, is_adapter)
     written = WrittenModel()
-    with temporary_directory(temporary):
+    with new_directory(target) as temporary:
         if merged:
             written = _write_merged(found, temporary, tensors, precision)
         elif is_adapter:
@@ -80,9 +76,6 @@ def export(
         lines = _write_for_others(temporary)
         # Proven under the temporary name, so that an export that fails its proof never appears.
         proof = written.line or _proof(found, temporary, is_adapter and not merged, written.outputs)
-        _flush(temporary)
-        os.rename(temporary, target)  # also replaces an empty directory
-        fsync_directory(target.parent)
     for reason in skipped:
         print(f"skipped: {reason}")
     stored = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
@@ -206,21 +199,6 @@ def _prove(directory: Path, outputs: Outputs) -> str:
     return f"model.py with torch {others} reproduces {len(printed) - 2} examples of this model; check it with verify.py"
 
 
-def _unused(destination: str) -> Path:
-    path = expand_path(destination)
-    if path.is_symlink():
-        # The link's target is replaced, because a rename cannot replace a link.
-        path = path.resolve()
-    requirement = "give a directory that does not exist or is empty"
-    if path.is_mount():
-        raise UsageError(f"{path}: is a mount point, which cannot be replaced; give a directory in it")
-    if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"{path}: contains {places.contents(path)}; {requirement}")
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{path}: is a file; {requirement}")
-    return path
-
-
 def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
     """Find the exact fp32 weights beside the optimizer state, or else the weights of the collection.
 
@@ -282,15 +260,3 @@ def _name_precision(directory: Path, precision: Precision) -> None:
         for name in DTYPE_KEYS & part.keys():
             part[name] = named
     atomic_files.write_json_in_place(path, described)
-
-
-def _flush(directory: Path) -> None:
-    """Flush every file and directory, so that the rename cannot become durable before them."""
-    paths = list(directory.rglob("*"))
-    for path in paths:
-        if path.is_file():
-            commit.seal_file(path)
-    fsync_directory(directory)
-    for path in paths:
-        if path.is_dir():
-            fsync_directory(path)

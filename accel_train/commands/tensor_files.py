@@ -16,9 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_train.config import UsageError, disk_error
+from accel_train.commands import places
+from accel_train.config import UsageError, disk_error, expand_path
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, planning, weights
+from accel_train.store import atomic_files, commit, planning, weights
+from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 
 
@@ -45,6 +47,49 @@ def temporary_directory(temporary: Path) -> Generator[None]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def new_directory(target: Path) -> Generator[Path]:
+    """Yield a temporary directory that becomes ``target``, unused until then, at the end of the body.
+
+    After an error nothing is left behind. Errors of the disk become ``UsageError``.
+    """
+    # Beside the target, because a rename must not cross file systems.
+    temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
+    with temporary_directory(temporary):
+        yield temporary
+        _flush(temporary)
+        os.rename(temporary, target)  # also replaces an empty directory
+        fsync_directory(target.parent)
+
+
+def unused_directory(destination: str) -> Path:
+    """Return the path of a directory to write. Raises ``UsageError`` for one in use, a file and a mount point."""
+    path = expand_path(destination)
+    if path.is_symlink():
+        # The link's target is replaced, because a rename cannot replace a link.
+        path = path.resolve()
+    requirement = "give a directory that does not exist or is empty"
+    if path.is_mount():
+        raise UsageError(f"{path}: is a mount point, which cannot be replaced; give a directory in it")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path}: contains {places.contents(path)}; {requirement}")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path}: is a file; {requirement}")
+    return path
+
+
+def _flush(directory: Path) -> None:
+    """Flush every file and directory, so that the rename cannot become durable before them."""
+    paths = list(directory.rglob("*"))
+    for path in paths:
+        if path.is_file():
+            commit.seal_file(path)
+    fsync_directory(directory)
+    for path in paths:
+        if path.is_dir():
+            fsync_directory(path)
 
 
 def _is_of_reading(error: OSError | SafetensorError, temporary: Path) -> TypeGuard[OSError]:

@@ -1002,7 +1002,9 @@ def test_what_only_a_pickle_holds_is_refused_with_a_way_out(
 
 def test_a_file_of_weights_is_refused_with_what_converts_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", stem="model.bf16", x=torch.ones(2))
-    with pytest.raises(UsageError, match=r"is a file; a directory .*: give \S*/in with --stem model\.bf16$"):
+    with pytest.raises(
+        UsageError, match=r"is a file; a directory .*: give \S*/in with --stem model\.bf16\. For a LoRA file of"
+    ):
         call("convert", folder / "model.bf16.safetensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert_same(converted(folder, tmp_path / "out", "--stem", "model.bf16"), {"x": torch.ones(2)})

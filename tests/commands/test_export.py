@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from accel_train import cli
-from accel_train.commands import export
+from accel_train.commands import export, tensor_files
 from accel_train.config import MachineError, UsageError
 from tests.trained import commit_checkpoint
 
@@ -82,7 +82,7 @@ def test_a_full_disk_is_no_wrong_usage(error: Exception, tmp_path: Path, monkeyp
     def fills(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr(export, "_flush", fills)
+    monkeypatch.setattr(tensor_files, "_flush", fills)
     with pytest.raises(MachineError, match=r"cannot be written \(.*No space.*\); free space or write elsewhere"):
         cli._main(["export", str(checkpoint), str(tmp_path / "out")])
 

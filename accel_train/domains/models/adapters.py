@@ -189,7 +189,7 @@ def refuse_other_layers(
     trained = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
     if not trained or trained == set(layers_of(targets)):
         return
-    names = _names_of(trained, layers_of)
+    names = names_of_layers(trained, layers_of)
     if names:
         required = f"--{option} {shortened(names, SHOWN_LAYERS, ' ')}"
         raise UsageError(
@@ -198,7 +198,7 @@ def refuse_other_layers(
         )
 
 
-def _names_of(layers: Collection[str], layers_of: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
+def names_of_layers(layers: Collection[str], layers_of: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
     """Return targets that mean exactly these layers: the last parts of their paths, or else their paths."""
     for names in (sorted({last_part(path) for path in layers}), sorted(layers)):
         with suppress(UsageError):

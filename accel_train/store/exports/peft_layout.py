@@ -56,7 +56,8 @@ def conversion_hint(place: Path) -> str:
     if not any(file.suffix == ".safetensors" for file in files):
         return ""
     return (
-        "; convert adapters in a file of diffusers or kohya to a folder of peft first (docs/lora.md, Files of others)"
+        "; adapters in a file of diffusers or kohya become a folder of peft with `accel-train checkpoints convert FILE "
+        "FOLDER --base BASE`"
     )
 
 

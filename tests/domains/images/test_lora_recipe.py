@@ -172,37 +172,17 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
             loaded(PROMPT, side=17)
 
 
-@pytest.mark.parametrize("file", [adapter_files.DIFFUSERS_FILE, adapter_files.KOHYA_FILE])
-def test_a_file_of_another_program_is_converted_as_the_docs_say(file: str, made: Path, tmp_path: Path) -> None:
-    short = ("--max_steps", "1", "--evaluation.every", "0")
-    run = train(made, f"source_{file}", *short)
+def test_a_folder_with_a_file_of_another_program_is_refused_with_the_command(made: Path, tmp_path: Path) -> None:
+    run = train(made, "source", "--max_steps", "1", "--evaluation.every", "0")
     out = tmp_path / "out"
     assert cli._main(["export", str(run), str(out)]) == 0
-    shutil.copytree(out, tmp_path / "lone", ignore=lambda _, names: {name for name in names if name != file})
-    required = r"or a folder of peft, is required; .*file of diffusers or kohya to a folder of peft first"
-    with pytest.raises(UsageError, match=required):
-        train(made, f"refused_{file}", "--init_from", str(tmp_path / "lone"))
-    with pytest.raises(UsageError, match=r"^adapters a=.*lone: .* or a folder of peft; convert adapters in a file"):
+    (tmp_path / "lone").mkdir()
+    shutil.copy(out / adapter_files.KOHYA_FILE, tmp_path / "lone")
+    command = r"`accel-train checkpoints convert FILE FOLDER --base BASE`"
+    with pytest.raises(UsageError, match=rf"or a folder of peft, is required; .*with {command}"):
+        train(made, "refused", "--init_from", str(tmp_path / "lone"))
+    with pytest.raises(UsageError, match=rf"^adapters a=.*lone: .* or a folder of peft; .*with {command}"):
         accel_train.load(made / "base", adapters={"a": tmp_path / "lone"})
-
-    _, _, text = (Path(__file__).parents[3] / "docs" / "lora.md").read_text("utf-8").partition("<!-- conversion:")
-    code = text.partition("```python\n")[2].partition("```")[0]
-    converted = tmp_path / "converted"
-    places = {"BASE": made / "base", "FOLDER": tmp_path / "lone", "FILE.safetensors": file, "CONVERTED": converted}
-    for word, place in places.items():
-        code = code.replace(word, str(place))
-    exec(code, {})
-    name = "adapter_model.safetensors"
-    expected = load_file(out / name)
-    found = load_file(converted / name)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-    losses: list[list[float]] = []
-    for number, place in enumerate((out, converted)):
-        begun = train(made, f"of_{number}_{file}", *short, "--init_from", str(place))
-        lines = [json.loads(line) for line in (begun / "metrics.jsonl").read_text("utf-8").splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
-    assert losses[0] == losses[1] != []
 
 
 @pytest.fixture(scope="module")

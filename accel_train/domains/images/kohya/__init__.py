@@ -1,1 +1,1 @@
-"""Adapters in the file format of kohya's sd-scripts, also read by ComfyUI."""
+"""Adapters in files of other programs: the names of kohya's sd-scripts and ComfyUI, and what such files become here."""

@@ -224,17 +224,29 @@ def _layers_of_encoder(model: DenoiserWithText, name: str, targets: Sequence[str
 
     The last block of the first of XL's two encoders has none, because the pooled output is that of the second.
     """
-    encoder: Any = model.encoders[name]
-    skips_last = model.way.skips_last and name == model.encoder_names[0]
+    encoder = model.encoders[name]
+    where = blocks_of(encoder)
+    found = target_layers(encoder.get_submodule(where), targets, "text_encoders.targets")
+    paths = [f"{where}.{path}" for path in sorted(found)]
+    idle = idle_block(encoder) if model.way.skips_last and name == model.encoder_names[0] else None
+    return [path for path in paths if idle is None or not path.startswith(idle)]
+
+
+def blocks_of(encoder: nn.Module) -> str:
+    """Return the path of the blocks of CLIP's text encoder."""
     # transformers 5 has no text_model in CLIPTextModel.
-    where = "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
-    blocks = encoder.get_submodule(where)
-    found = target_layers(blocks, targets, "text_encoders.targets")
-    layers: Any = blocks.get_submodule("layers")
-    last = f"layers.{len(layers) - 1}."
-    is_pooled = hasattr(encoder, "text_projection")
-    kept = [path for path in sorted(found) if not (skips_last and not is_pooled and path.startswith(last))]
-    return [f"{where}.{path}" for path in kept]
+    return "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
+
+
+def idle_block(encoder: nn.Module) -> str | None:
+    """Return the beginning of the paths in the last block of an encoder whose last layer is not read.
+
+    None if its pooled output is read, which passes through that block.
+    """
+    if hasattr(encoder, "text_projection"):
+        return None
+    layers: Any = encoder.get_submodule(f"{blocks_of(encoder)}.layers")
+    return f"{blocks_of(encoder)}.layers.{len(layers) - 1}."
 
 
 def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
