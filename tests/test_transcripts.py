@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from accel_train.compare.report import Plan, header
+from accel_train.compare.report import header
+from accel_train.compare.result import Plan
 from accel_train.compare.runs import Variant
 from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.domains.pde import operator_learning

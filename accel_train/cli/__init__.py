@@ -153,6 +153,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     options["sources"] = tuple(arguments.sources)
     options["gates"] = tuple(arguments.gates)
     options["common"] = tuple(arguments.common)
+    options["seeds"] = tuple(arguments.seeds)
+    if arguments.rounds is None:
+        options["rounds"] = len(arguments.seeds) or Request.rounds
     return compare(Request(**options))
 
 

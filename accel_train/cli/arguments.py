@@ -250,10 +250,17 @@ def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None
     compare.add_argument("--max_epochs", type=float, help="passes over the data, instead of --max_steps")
     compare.add_argument("--seed", type=int, help="seed of every run; default: from the configs")
     compare.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="SEED",
+        help="one round for each seed, so that intervals of losses are over seeds; 5 or more give a reliable one",
+    )
+    compare.add_argument(
         "--rounds",
         type=int,
-        default=5,
-        help="runs of each side; with fewer than the default of 5, intervals are too narrow",
+        help="runs of each side (default: 5, or the number of --seeds); with fewer than 5, intervals are too narrow",
     )
     compare.add_argument(
         "--gate",

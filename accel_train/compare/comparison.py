@@ -1,7 +1,7 @@
 """``accel-train compare``: run a recipe with two configs, each of their differences, or several values of an option.
 
 Variants take turns, and each run is a process of its own. Seed, data, global batch and number of steps must be the
-same in all of them. If they are not, the comparison is refused.
+same in all of them, except that each round may have a seed of its own. If they are not, the comparison is refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
-from accel_train.compare.figures import EQUAL_TIME, RATIOS, Observations, effects, observations, window_of
+from accel_train.compare.figures import Observations, effects, is_about_machine, observations, window_of
 from accel_train.compare.request import Request
+from accel_train.compare.result import Plan, Result
 from accel_train.compare.rounds import EQUAL, Rounds, Runner
 from accel_train.compare.runs import (
     InterruptedRunError,
@@ -61,12 +62,12 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
         # An invalid launch file is refused here, before the first run would do so.
         read_machine_config(expand_path(request.config_file), num_processes=request.num_processes)
     key, variants = read_variants(request, recipe)
-    refuse_unequal_configs(variants, key)
+    refuse_unequal_configs(variants, (key, "seed") if request.seeds else (key,))
     output = _open_output(request)
-    plan = report.Plan(request.recipe, variants, key, request.rounds, request.tolerance)
+    plan = Plan(request.recipe, variants, key, request.rounds, request.tolerance, request.seeds)
     print("\n".join(report.header(plan, output)), flush=True)
     rounds = Runner(request, recipe, output).run_rounds(variants, key, gates)
-    result = _result(replace(plan, rounds=len(rounds.runs)), gates, rounds)
+    result = _result(plan.of_rounds(len(rounds.runs)), gates, rounds)
     rounds.print_end()
     print("\n".join(report.text(result)), flush=True)
     for path in report.write(result, output):
@@ -75,7 +76,7 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     return 1 if failed or rounds.cut_short is not None else 0
 
 
-def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.Result:
+def _result(plan: Plan, gates: Sequence[Gate], rounds: Rounds) -> Result:
     window = window_of([run for runs in rounds.runs for run in runs])
     values = observations(rounds.runs, window)
     a, *others = values
@@ -83,36 +84,34 @@ def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.
     if plan.key == "seed":
         compared = [_once(found) for found in values]
     all_effects = [effects(compared[0], b, plan.rounds, plan.tolerance) for b in compared[1:]]
-    decisions = [decide_gates(gates, a, b) for b in others]
+    decisions = [decide_gates(gates, a, b, of_seeds=bool(plan.seeds)) for b in others]
     if plan.is_ablation:
         # Gates are for B, not for its options one by one.
         decisions[:-1] = [[] for _ in decisions[:-1]]
-    return report.Result(plan, rounds, window, values, all_effects, decisions)
+    return Result(plan, rounds, window, values, all_effects, decisions)
 
 
 def _once(values: Observations) -> dict[str, Sequence[float]]:
     """Return the median in place of the rounds where they repeat the value of one seed, which has no interval."""
-    return {name: found if _is_about_machine(name) else [median(found)] for name, found in values.items()}
+    return {name: found if is_about_machine(name) else [median(found)] for name, found in values.items()}
 
 
-def _is_about_machine(metric: str) -> bool:
-    # The times of a round decide at which step the loss at equal time is read.
-    return metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
+def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations, *, of_seeds: bool = False) -> list[Decision]:
+    """Decide each gate for B against A. Raises ``UsageError`` for names missing from either.
+
+    ``of_seeds`` tells that each round has a seed of its own.
+    """
+    return [_decide(gate, gate_values(gate, a, b), of_seeds) for gate in gates]
 
 
-def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> list[Decision]:
-    """Decide each gate for B against A. Raises ``UsageError`` for names missing from either."""
-    return [_decide(gate, gate_values(gate, a, b)) for gate in gates]
+def _decide(gate: Gate, values: Sequence[float], of_seeds: bool) -> Decision:
+    """Decide a gate by the interval over the rounds if it is about the machine or the seeds differ, else by the median.
 
-
-def _decide(gate: Gate, values: Sequence[float]) -> Decision:
-    """Decide a gate by the interval over the rounds if it is about the machine, else by the median.
-
-    All rounds of a side train with one seed. Their spread shows the noise of the machine, not how a loss varies with
-    the seed.
+    If all rounds of a side train with one seed, their spread shows the noise of the machine, not how a loss varies
+    with the seed.
     """
     metric = gate.name.removesuffix("_ratio").removesuffix("_delta")
-    if _is_about_machine(metric) or len(values) == 1 or any(map(isnan, values)):
+    if of_seeds or is_about_machine(metric) or len(values) == 1 or any(map(isnan, values)):
         return decide(gate, values)
     reason = f"each side ran one seed, so no interval: the median of its {len(values)} rounds decides"
     return replace(decide(gate, [median(values)]), reason=reason)
@@ -244,6 +243,8 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     """Return the flags set for every variant, as the recipe spells them."""
     if "output_dir" not in config:
         raise UsageError(f"{source}: the recipe has no option output_dir, so its runs cannot be kept apart; add it")
+    if request.seeds and "seed" not in config:
+        raise UsageError(f"--seeds {' '.join(map(str, request.seeds))}: the recipe has no option seed; leave it out")
     flags = _requested_flags(request)
     for name, value in flags.items():
         if name == key or {name, key} == set(EXCLUSIVE):
@@ -280,11 +281,14 @@ def _refuse_equal_values(key: str, variants: Sequence[Variant]) -> None:
         seen[value] = variant.name
 
 
-def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None:
-    """Raise ``UsageError`` for an unfair comparison, if the options alone show it. Called before anything runs."""
+def refuse_unequal_configs(variants: Sequence[Variant], varied: Sequence[str | None]) -> None:
+    """Raise ``UsageError`` for an unfair comparison, if the options alone show it. Called before anything runs.
+
+    Options in ``varied`` may differ on purpose.
+    """
     first, *others = variants
     for name in EQUAL:
-        if name == key:  # varied on purpose
+        if name in varied:
             continue
         for other in others:
             a = first.config.get(name)

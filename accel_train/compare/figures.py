@@ -241,6 +241,12 @@ def observations(rounds: Sequence[Sequence[Run]], window: Window) -> list[Observ
     return list(by_variant)
 
 
+def is_about_machine(metric: str) -> bool:
+    """Return True for times, rates and memory, which vary between rounds of one seed."""
+    # The times of a round decide at which step the loss at equal time is read.
+    return metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
+
+
 def _columns(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Sequence[float]]:
     return {name: [row[name] for row in rows] for name in names}
 

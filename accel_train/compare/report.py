@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from accel_train.compare import picture
 from accel_train.compare.figures import (
@@ -17,60 +19,17 @@ from accel_train.compare.figures import (
     LINES_AT_EQUAL_TIME,
     WITHIN_A_RUN,
     Effect,
-    Observations,
-    Window,
+    is_about_machine,
 )
-from accel_train.compare.rounds import Rounds
-from accel_train.compare.runs import Run, Variant
+from accel_train.compare.result import Plan, Result
+from accel_train.compare.runs import Run
 from accel_train.config import expand_path
 from accel_train.metrics.bootstrap import LEVEL, ROUNDS_FOR_LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.environment import command_line, git_commit, package_versions
-from accel_train.metrics.gates import Decision, ratio
+from accel_train.metrics.gates import ratio
 from accel_train.metrics.records import write_json
 
 EQUAL_SHOWN = ("seed", "global_batch_size", "max_steps", "max_epochs")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A comparison before it runs."""
-
-    recipe: str
-    variants: Sequence[Variant]
-    """The first is the reference for all others."""
-    key: str | None
-    """The varied option."""
-    rounds: int
-    tolerance: float
-
-    @property
-    def is_ablation(self) -> bool:
-        """True if each variant in between is the first one with a single option taken from the last."""
-        return self.key is None and len(self.variants) > 2
-
-    def differences(self) -> dict[str, list[Any]]:
-        """Return the values of each option differing between variants, except ``output_dir``."""
-        names = dict.fromkeys(name for variant in self.variants for name in variant.config)
-        # Each run has its own directory, which is not a difference of the experiment.
-        names.pop("output_dir", None)
-        differing: dict[str, list[Any]] = {}
-        for name in names:
-            values = [variant.config.get(name) for variant in self.variants]
-            if any(value != values[0] for value in values):
-                differing[name] = values
-        return differing
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of a comparison. Lists follow the variants. ``effects`` and ``decisions`` leave out the first."""
-
-    plan: Plan
-    rounds: Rounds
-    window: Window
-    values: Sequence[Observations]
-    effects: Sequence[Sequence[Effect]]
-    decisions: Sequence[Sequence[Decision]]
 
 
 # ---------------------------------------------------------------------------------------------------------- terminal
@@ -90,7 +49,9 @@ def header(plan: Plan, output: Path) -> list[str]:
     same: list[str] = []
     for name in EQUAL_SHOWN:
         value = plan.variants[0].config.get(name)
-        if value is not None and name not in differences:
+        if name == "seed" and plan.seeds:
+            same.append(f"in each round its seed of {', '.join(map(str, plan.seeds))}")
+        elif value is not None and name not in differences:
             same.append(f"{name} {value}")
     lines.append(f"equal    {', '.join(same)}")
     lines.append(f"the output of each run is in {output}/round_N/LETTER.log")
@@ -105,7 +66,7 @@ def text(result: Result) -> list[str]:
         table = _vary_table(result)
     else:
         table = _pair_table(result)
-    lines = ["", *table, "", *_notes(result)]
+    lines = ["", *table, "", *_seed_lines(result), *_notes(result)]
     if any(result.decisions):
         lines += ["", *_gate_lines(result)]
     return lines
@@ -122,6 +83,22 @@ def _pair_table(result: Result) -> list[str]:
         values = [_short(effect.a), _short(effect.b), _size(effect), _interval(effect)]
         rows.append([effect.metric, *values, effect.reading])
     return _aligned(rows)
+
+
+def _seed_lines(result: Result) -> list[str]:
+    """Return a table with mean and standard deviation over the seeds, for everything but times and memory."""
+    if len(result.plan.seeds) < 2:
+        return []
+    rows = [
+        [f"mean and standard deviation over {len(result.plan.seeds)} seeds", *(v.letter for v in result.plan.variants)]
+    ]
+    for name in result.values[0]:
+        if not is_about_machine(name):
+            columns = [values[name] for values in result.values]
+            rows.append(
+                [name, *(f"{_short(float(np.mean(c)))} +- {_short(float(np.std(c, ddof=1)))}" for c in columns)]
+            )
+    return [*_aligned(rows), ""]
 
 
 def _size(effect: Effect) -> str:
@@ -228,7 +205,7 @@ def _notes(result: Result) -> list[str]:
             f"{EQUAL_TIME} is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
         )
     seeds = ", of one seed, as is the evaluation: another seed changes them"
-    if _is_of_seeds(result):
+    if _is_of_seeds(result) or result.plan.seeds:
         seeds = ""
     notes.append(
         f"losses are at step {result.window.last} (loss_last_tenth: mean of {len(result.window.tail())} log line(s) of "
@@ -239,8 +216,8 @@ def _notes(result: Result) -> list[str]:
 
 def _data_note(result: Result) -> str:
     fingerprints = {run.fingerprint for run in chain.from_iterable(result.rounds.runs)}
-    if result.plan.key and len(fingerprints) > 1:
-        return "the varied option changes the data"
+    if len(fingerprints) > 1:
+        return "the seed changes the data" if result.plan.seeds else "the varied option changes the data"
     fingerprint = result.rounds.runs[0][0].fingerprint
     if not fingerprint:
         return "the recipe records no fingerprint of its data"
@@ -249,12 +226,13 @@ def _data_note(result: Result) -> str:
 
 def _interval_note(result: Result) -> str:
     count = result.plan.rounds
+    each = ", each with a seed of its own" if result.plan.seeds else ""
     if count >= ROUNDS_FOR_LEVEL:
-        return f"medians of {count} rounds with bootstrap {LEVEL:.0%} intervals over the rounds"
+        return f"medians of {count} rounds{each}, with bootstrap {LEVEL:.0%} intervals over the rounds"
     if count > 1:
         return (
-            f"medians of {count} rounds; with so few, an interval is the range of the rounds, which contains the true "
-            f"median in {coverage_of_range(count):.0%} of cases; {ROUNDS_FOR_LEVEL} rounds raise this to "
+            f"medians of {count} rounds{each}; with so few, an interval is the range of the rounds, which contains the "
+            f"true median in {coverage_of_range(count):.0%} of cases; {ROUNDS_FOR_LEVEL} rounds raise this to "
             f"{coverage_of_range(ROUNDS_FOR_LEVEL):.0%}"
         )
     values = result.values[0]
@@ -326,6 +304,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "rounds": plan.rounds,
         "rounds_asked": result.rounds.asked,
         "cut_short": result.rounds.cut_short,
+        "seeds": list(plan.seeds),
         "varied": plan.key,
         "tolerance": plan.tolerance,
         "data_fingerprint": first.fingerprint,

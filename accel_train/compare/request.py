@@ -27,6 +27,8 @@ class Request:
     max_steps: int | None = None
     max_epochs: float | None = None
     seed: int | None = None
+    seeds: tuple[int, ...] = ()
+    """A round for each seed, which all runs of the round have. Intervals of losses are then over seeds."""
     rounds: int = 5
     gates: tuple[str, ...] = ()
     output: str | None = None
@@ -36,6 +38,8 @@ class Request:
     keep_checkpoints: bool = False
 
     def __post_init__(self) -> None:
+        if self.seeds:
+            self._refuse_other_seeds()
         if self.rounds < 1:
             raise UsageError(f"--rounds {self.rounds}: at least 1 is required; 5 give a reliable interval")
         if not 0 <= self.tolerance < float("inf"):
@@ -57,6 +61,19 @@ class Request:
             raise UsageError(
                 f"--num_processes {self.num_processes} without --config_file: without a launch file every run is one "
                 "process; give one, such as accelerate_configs/ddp.yaml"
+            )
+
+    def _refuse_other_seeds(self) -> None:
+        given = f"--seeds {' '.join(map(str, self.seeds))}"
+        if len(set(self.seeds)) < len(self.seeds):
+            raise UsageError(f"{given}: names a seed twice, and a run with it would be the same; give each once")
+        if self.seed is not None:
+            raise UsageError(f"--seed {self.seed} and {given}: both set the seed; leave one of them out")
+        if self.vary is not None and self.vary.removeprefix("--").startswith("seed="):
+            raise UsageError(f"--vary {self.vary} and {given}: both set the seed; leave one of them out")
+        if self.rounds != len(self.seeds):
+            raise UsageError(
+                f"--rounds {self.rounds} and {given}: there is one round for each seed; leave --rounds out"
             )
 
     def settings(self) -> dict[str, str]:

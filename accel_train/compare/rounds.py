@@ -72,9 +72,12 @@ class Runner:
         for variant in variants if number % 2 else reversed(variants):
             run = self._run(variant, number)
             # Checked now, not after all rounds.
-            refuse_changed_options([one for one in done if one.letter == run.letter], run)
+            may_differ = (*MAY_DIFFER, "seed") if self.request.seeds else MAY_DIFFER
+            refuse_changed_options([one for one in done if one.letter == run.letter], run, may_differ)
             done.append(run)
-            refuse_unequal_runs(done[0], run, key)
+            # A seed may also choose the data.
+            comparable = [one for one in done if not self.request.seeds or one.round == number]
+            refuse_unequal_runs(comparable[0], run, key)
             # The names of the evaluation's metrics are known after the first run. Some metrics need log lines
             # that another variant may not write, which the first round shows.
             if len(done) in (1, len(variants)):
@@ -85,11 +88,7 @@ class Runner:
         folder = self.output / f"round_{number}"
         folder.mkdir(exist_ok=True)
         directory = folder / variant.letter
-        command = [sys.executable, str(self.recipe)]
-        if self.request.config_file is not None:
-            machine = str(expand_path(self.request.config_file))
-            command[1:1] = ["-m", "accel_train.cli", "launch", "--config_file", machine, *self.request.processes()]
-        command += [variant.source, *variant.flags, "--output_dir", str(directory)]
+        command = self._command(variant, number, directory)
         try:
             seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", self.request.gates)
         except UsageError:
@@ -105,6 +104,16 @@ class Runner:
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
         return run
 
+    def _command(self, variant: Variant, number: int, directory: Path) -> list[str]:
+        command = [sys.executable, str(self.recipe)]
+        if self.request.config_file is not None:
+            machine = str(expand_path(self.request.config_file))
+            command[1:1] = ["-m", "accel_train.cli", "launch", "--config_file", machine, *self.request.processes()]
+        command += [variant.source, *variant.flags, "--output_dir", str(directory)]
+        if self.request.seeds:
+            command += ["--seed", str(self.request.seeds[number - 1])]
+        return command
+
 
 def _check_gate_names(gates: Sequence[Gate], runs: Sequence[Run]) -> None:
     values = observations([runs], window_of(runs))
@@ -112,13 +121,16 @@ def _check_gate_names(gates: Sequence[Gate], runs: Sequence[Run]) -> None:
         gate_values(gate, values[0], other)
 
 
-def refuse_changed_options(earlier: Sequence[Run], run: Run) -> None:
-    """Raise ``UsageError`` if the options of a variant are not those of its first run: its file was edited since."""
+def refuse_changed_options(earlier: Sequence[Run], run: Run, may_differ: Sequence[str] = MAY_DIFFER) -> None:
+    """Raise ``UsageError`` if the options of a variant are not those of its first run: its file was edited since.
+
+    Options in ``may_differ`` are not compared.
+    """
     if not earlier:
         return
     before = earlier[0].options
     for name, value in run.options.items():
-        if name not in MAY_DIFFER and name in before and before[name] != value:
+        if name not in may_differ and name in before and before[name] != value:
             raise UsageError(
                 f"{name}: {before[name]!r} in {earlier[0].directory}, {value!r} in {run.directory}: the config of "
                 f"{run.letter} has changed while the comparison ran; do not change it until the end, and compare again"

@@ -157,6 +157,7 @@ FILES = {
     "fast": "step_seconds: 0.05\n",
     "both": "{step_seconds: 0.05, shift: 0.1, betas: [0.8, 0.99]}\n",
     "worse": "{step_seconds: 0.05, shift: 0.1}\n",
+    "worse_seed1": "{step_seconds: 0.05, shift: 0.1, seed: 1}\n",
     "seed1": "seed: 1\n",
     "batch16": "global_batch_size: 16\n",
     "really16": "real_batch_size: 16\n",
@@ -301,6 +302,37 @@ def test_seeds_have_no_stars(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     assert "seed; a row shows how far apart the seeds are\n" in shown
     assert "*" not in shown
     assert "another seed changes them" not in shown
+
+
+def test_a_round_for_each_seed_has_intervals_over_seeds(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of the recipe is that of seed 0 plus the seed."""
+    gates = ("--gate", "loss_delta<=0.2", "loss<=5.9")
+    # Their own seeds, 0 and 1, do not matter.
+    code, result = call(recipe, "slow", "worse_seed1", "--seeds", "0", "3", "1", *gates)
+    assert code == 0
+    assert result["seeds"] == [0, 3, 1]
+    assert "seed" not in result["differences"]
+    a, b = (variant["values"]["loss"] for variant in result["variants"])
+    assert a == pytest.approx([4.8, 7.8, 5.8])
+    assert b == pytest.approx([4.9, 7.9, 5.9])
+    loss = result["effects"]["B"]["loss"]
+    assert (loss["a"], loss["reading"]) == (pytest.approx(5.8), "higher")
+    assert loss["estimate"] == pytest.approx({"median": 0.1, "low": 0.1, "high": 0.1, "count": 3}), "paired by seed"
+    verdicts = {d["gate"]["text"]: (d["verdict"], d["reason"]) for d in result["gates"]["B"]}
+    assert verdicts["loss_delta<=0.2"][0] == "passed"
+    assert verdicts["loss<=5.9"][0] == "not decided", "the seeds reach from 4.9 to 7.9"
+    shown = capsys.readouterr().out
+    assert "equal    in each round its seed of 0, 3, 1, global_batch_size 8" in shown
+    rows = [line.split("  ") for line in shown.splitlines() if line.startswith(("mean and standard", "loss  "))]
+    cells = [[cell.strip() for cell in row if cell] for row in rows[-2:]]
+    assert cells == [
+        ["mean and standard deviation over 3 seeds", "A", "B"],
+        ["loss", "6.133 +- 1.528", "6.233 +- 1.528"],
+    ]
+    assert "medians of 3 rounds, each with a seed of its own; with so few" in shown
+    assert "of one seed" not in shown
+    assert "--output_dir" in Path("out/round_2/B.log").read_text()
+    assert "--seed 3" in Path("out/round_2/B.log").read_text()
 
 
 def test_each_option_by_itself(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,6 +486,10 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow --vary step_seconds=0.1,1e-1", r"--vary: step_seconds=0.1 and step_seconds=1e-1 are the same value"),
         ("slow --vary seed=1,two", r"two"),
         ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: both set the same thing"),
+        ("slow fast --seeds 0 1 --seed 3", r"--seed 3 and --seeds 0 1: both set the seed"),
+        ("slow --vary seed=0,1 --seeds 0 1", r"--vary seed=0,1 and --seeds 0 1: both set the seed"),
+        ("slow fast --seeds 0 1 0", r"--seeds 0 1 0: names a seed twice"),
+        ("slow fast --seeds 0 1 --rounds 5", r"--rounds 5 and --seeds 0 1: there is one round for each seed"),
         ("slow fast --num_processes 2", r"--num_processes 2 without --config_file"),
         ("slow fast --set data.length", r"--set data.length: KEY=VALUE is required"),
         ("slow fast --set shift=1 shift=2", r"--set shift: given twice, 1 and 2"),
