@@ -124,6 +124,32 @@ def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun:
 
 
 @pytest.mark.distributed
+def test_a_layer_that_the_forward_skips_trains_with_a_static_graph_alone(begun: Path) -> None:
+    """torch's DDP then waits for no gradient of it; without the option the next forward would fail."""
+    text = (begun / "recipe.py").read_text()
+    body = "class RingModel(nn.Sequential):\n"
+    assert text.count(body) == 1
+    body += "    def forward(self, x: Tensor) -> Tensor:\n        return nn.Sequential(*list(self)[:-1])(x)\n\n"
+    text = text.replace("class RingModel(nn.Sequential):\n", body)
+    assert text.count("nn.Linear(width, 5))") == 1
+    (begun / "skipping.py").write_text(text.replace("nn.Linear(width, 5))", "nn.Linear(width, 5), nn.Linear(3, 3))"))
+    (begun / "two.yaml").write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
+    flags = [*SHORT, "--max_steps", "4", "--global_batch_size", "16", "--micro_batch_size", "8"]
+    rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", "two.yaml", "skipping.py", *flags]
+    printed = run(begun, *rehearse, "--distributed.static_graph", "--output_dir", "runs/static")
+    finding = "step 1: no gradient for 2 trained parameter(s) (5.weight, 5.bias)"
+    assert printed.count(finding) == 1
+    assert f"{finding}: they do not train in this step" in printed
+    assert len(losses(begun, "static")) == 4
+    words = [sys.executable, *rehearse, "--output_dir", "runs/refused"]
+    done = zygote.run(words, cwd=begun, env=environment(PYTHONPATH=str(ROOT)), apart=True)
+    assert done.returncode == 1
+    refused = done.stdout + done.stderr
+    assert f"{finding}, and DDP requires one for each in every step" in refused
+    assert "if no step uses them and a step is one micro-batch, give --distributed.static_graph" in refused
+
+
+@pytest.mark.distributed
 def test_a_loss_that_forgets_the_weight_is_refused_where_it_matters(begun: Path) -> None:
     text = (begun / "recipe.py").read_text()
     assert text.count(' * batch["weight"])') == 1

@@ -314,12 +314,13 @@ def _refuse_backward(step: int) -> NoReturn:
 def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     """Warn once of trained parameters without a gradient, other than frozen parts. Under DDP raise ``RuntimeError``.
 
-    DDP has then reduced a part of the gradients only, and torch refuses the next forward without their names.
+    DDP has then reduced a part of the gradients only, and torch refuses the next forward without their names. With a
+    static graph it has found by itself which parameters take part, and waits for no others.
     """
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    waits_for_all = isinstance(model, nn.parallel.DistributedDataParallel) and not model.static_graph
     frozen: set[int] = set()
     # DDP waits for those of frozen parts as well.
-    if not is_ddp:
+    if not waits_for_all:
         frozen = {id(p) for group in frozen_groups(optimizers) for p in group["params"]}
     found = model.named_parameters()
     names = [
@@ -332,13 +333,17 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
         "let the loss depend on each in every step, if only through a term with coefficient 0, or call "
         "requires_grad_(False) on them before preparation.prepare"
     )
-    if is_ddp:
-        raise RuntimeError(f"{finding}, and DDP requires one for each in every step; {remedy}")
+    if waits_for_all:
+        raise RuntimeError(
+            f"{finding}, and DDP requires one for each in every step; {remedy}, or, if no step uses them and a step is "
+            "one micro-batch, give --distributed.static_graph"
+        )
     leftovers = leftovers_of(model)
     if not leftovers.has_named_unused:
         leftovers.has_named_unused = True
         logger.warning(
-            "%s: they do not train in this step, nor at all if no later step uses them, and DDP would refuse them; %s",
+            "%s: they do not train in this step, nor at all if no later step uses them, and DDP would refuse them "
+            "without --distributed.static_graph; %s",
             finding,
             remedy,
         )
