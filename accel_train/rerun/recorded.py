@@ -125,18 +125,21 @@ class RecordedRun:
         return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if self._changes_steps(name, recipe)]
 
     def allowed_changes(self, first: int, last: int, used: Mapping[str, Any], recipe: Path) -> dict[int, list[str]]:
-        """Map the step of each start among ``starts`` to the options that ``--allow`` let it change from ``used``.
+        """Map the step of each start among ``starts`` to the options that ``--allow`` let it change there.
 
-        Empty without a log. An option that a start left to be derived was kept. Options without an effect on the
-        trajectory are left out. Imports the recipe if any option has changed.
+        Each is compared with the start before it, and the first with the options ``used``. Empty without a log. An
+        option that a start left to be derived was kept. Options without an effect on the trajectory are left out.
+        Imports the recipe if any option has changed.
         """
         derived: Mapping[str, Any] = self.saved.get("resolved") or {}
+        before = dict(used)
         changes: dict[int, list[str]] = {}
         for step, start in self._begun(first, last):
             for name, value in flatten(start.options).items():
-                is_kept = value == used.get(name) or (value is None and name in derived)
+                is_kept = value == before.get(name) or (value is None and name in derived)
                 if not is_kept and self._changes_steps(name, recipe):
-                    changes.setdefault(step, []).append(f"{name} {used.get(name)!r} -> {value!r}")
+                    changes.setdefault(step, []).append(f"{name} {before.get(name)!r} -> {value!r}")
+                    before[name] = value
         return changes
 
     def _begun(self, first: int, last: int) -> list[tuple[int, Start]]:
