@@ -37,7 +37,7 @@ def names_in_weights(model: nn.Module, directory: Path | None, origins: Origins 
     trained = find_tensors(directory, "model")
     own_residual = getattr(model, "residual", None) is not None
     has_residual = any(name.startswith(RESIDUAL) for name in trained)
-    if origins.same_tasks and own_residual <= has_residual:
+    if origins.same_tasks and own_residual == has_residual:
         return None
     if own_residual:
         logs.info(logger, f"the residual network starts from initial values, not from {directory}")

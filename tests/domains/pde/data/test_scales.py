@@ -312,7 +312,7 @@ def test_a_start_from_other_tasks_takes_their_modules_by_name(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_residual_network_may_be_added_to_trained_weights(tmp_path: Path) -> None:
+def test_a_residual_network_may_be_added_to_trained_weights_and_left_out(tmp_path: Path) -> None:
     recipe: Any = import_recipe(find_recipe("pde"))
     write(tmp_path / "data", "heat")
     places = ["--data.path", str(tmp_path / "data"), "--data.cache_dir", str(tmp_path / "cache")]
@@ -330,3 +330,13 @@ def test_a_residual_network_may_be_added_to_trained_weights(tmp_path: Path) -> N
         start = [f"--output_dir={tmp_path / tasks}", "--init_from", str(tmp_path / "new"), *residual]
         assert recipe.main([*(word.replace("heat", tasks) if word == "heat" else word for word in words), *start]) == 0
         assert (fresh in (tmp_path / tasks / "logs" / "rank_0.log").read_text()) == is_new
+    # A run without one takes all the rest.
+    still = ["--optimizer.lr", "1e-30", "--max_steps", "1", "--seed", "5"]
+    start = [f"--output_dir={tmp_path / 'without'}", "--init_from", str(tmp_path / "new"), *still]
+    assert recipe.main([*words, *start]) == 0
+    left_out = "is left out: it corrects predictions of its own tasks"
+    assert left_out in (tmp_path / "without" / "logs" / "rank_0.log").read_text()
+    ours, theirs = (load_file(next((tmp_path / run).rglob("model.safetensors"))) for run in ("without", "new"))
+    kept = {name: value for name, value in theirs.items() if not name.startswith(transfer.RESIDUAL)}
+    assert len(kept) < len(theirs)
+    torch.testing.assert_close(ours, kept, rtol=0, atol=1e-20)
