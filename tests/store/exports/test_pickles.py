@@ -16,7 +16,7 @@ from accel_train.store.exports.pickles import PROTOCOLS, holds_pickle, is_pickle
 TENSORS = {"mean": torch.zeros(2)}
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".pkl", ".pickle", ".PT"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".pkl", ".pickle", ".joblib", ".PT"])
 def test_a_name_is_enough(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
     path.write_text("{}")
@@ -72,6 +72,37 @@ def test_an_archive_of_torch_has_its_layout(tmp_path: Path, names: list[str], *,
         for name in names:
             archive.writestr(name, "")
     assert holds_pickle(path) == is_torch
+
+
+@pytest.mark.parametrize(
+    ("array", "holds"),
+    [
+        (np.zeros((2, 3), np.float32), False),
+        (np.array(["text"]), False),
+        (np.array([{}, None], object), True),
+        (np.zeros(2, [("number", "f4"), ("rest", "O")]), True),
+        # Headers of the versions 3 and 2.
+        (np.zeros(2, [("zahl_\u03b1", "f4")]), False),
+        (np.zeros(2, [("rest_\u03b1", "O")]), True),
+        (np.zeros(2, [(f"{'x' * 70}{number}", "f4") for number in range(1000)]), False),
+        (np.zeros(2, [(f"{'x' * 70}{number}", "O") for number in range(1000)]), True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Stored array in format")
+def test_an_array_of_objects_is_a_pickle(tmp_path: Path, array: np.ndarray, *, holds: bool) -> None:
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", first=np.zeros(2), second=array)
+    np.savez_compressed(tmp_path / "b.npz", array)
+    (tmp_path / "b.bin").write_bytes((tmp_path / "a.npy").read_bytes())
+    assert {path.name: holds_pickle(path) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("a.npy", "a.npz", "b.npz", "b.bin"), holds
+    )
+
+
+def test_damaged_arrays_are_no_pickles(tmp_path: Path) -> None:
+    for content in (b"\x93NUMPY", b"\x93NUMPY\x01\x00\x05\x00{'de}", b"\x93NUMPY\x09\x00\x00\x00"):
+        (tmp_path / "a.npy").write_bytes(content)
+        assert not holds_pickle(tmp_path / "a.npy")
 
 
 def test_other_formats(tmp_path: Path) -> None:
