@@ -53,8 +53,8 @@ class Pusher:
     """Queue checkpoints and run the worker process for their pushes.
 
     Every rank may hold one. It acts on the main process only, and only if a repository is configured. Build it after
-    ``check_repository``. Entries left in the queue by an earlier start are pushed from then on. Raises ``UsageError``
-    for ``push: best`` without a metric.
+    ``check_repository``. Entries left in the queue by an earlier start are pushed from then on, and so are those that
+    the repository refused. Raises ``UsageError`` for ``push: best`` without a metric.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Pusher:
         """True if ``finish`` was asked to stop while it waited."""
         self._on = is_main and config.repo_id is not None
         if is_main:
-            self._take_over_queue()
+            self._guarded(self._take_over_queue)
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Queue a committed checkpoint if the options select it. Costs a few small file operations. Never raises.
@@ -141,14 +141,21 @@ class Pusher:
 
     def _take_over_queue(self) -> None:
         """Push the entries left by an earlier start, or name the command for it if pushing is off."""
+        if self._on:
+            # The check has passed: the right token, or the repository, is there now.
+            self._queue.retry_failed(refused_by=self._config.repo_id)
         left = sorted(self._queue.names())
         if not left:
             return
-        if self._on:
-            logger.info("hub: %s left by the last start will be pushed", ", ".join(left))
-            self._guarded(self._wake)
-        else:
+        if not self._on:
             logger.warning("hub: %s still to be pushed; %s", ", ".join(left), self._command())
+            return
+        targets: dict[str, list[str]] = {}
+        for entry in self._queue.entries():
+            targets.setdefault(entry.repo_id, []).append(entry.checkpoint)
+        for repo_id, waiting in targets.items():
+            logger.info("hub: %s left by the last start will be pushed to %s", ", ".join(waiting), repo_id)
+        self._wake()
 
     def _offer(self, checkpoint: Checkpoint) -> None:
         self._newest = checkpoint

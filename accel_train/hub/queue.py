@@ -3,7 +3,7 @@
 | below ``RUN/hub`` | |
 |---|---|
 | ``queue/<checkpoint>.json`` | waiting or being pushed; retention keeps the checkpoint as long as the file exists |
-| ``failed/<checkpoint>.json`` | refused by the Hub, gone or damaged, with the reason; a push by hand tries again |
+| ``failed/<checkpoint>.json`` | refused by the Hub, gone or damaged, with the reason; ``retry_failed`` tries again |
 | ``pushed/<checkpoint>.json`` | place of a pushed checkpoint: repository, revision, commit |
 | ``log.jsonl`` | pushes, retries, drops and failures, one per line |
 | ``offers.json`` | checkpoints offered by training so far, so that every n-th and best survive a restart |
@@ -29,6 +29,8 @@ from accel_train.store.strict_json import Json
 
 Reason = Literal["every", "best", "last", "hand"]
 Revisions = Literal["branch", "tag"]
+REFUSED = (401, 403, 404)
+"""Statuses of a Hub that refused access. Another token, or a repository created since, may cure them."""
 MAX_BYTES = 1 << 20
 MAX_LOG_BYTES = 1 << 30
 
@@ -118,9 +120,9 @@ class HubQueue:
         self.log(event, checkpoint=entry.checkpoint, reason=reason)
         self._remove_from_queue(entry)
 
-    def fail(self, entry: Entry, reason: str) -> None:
-        """Move an entry to ``failed`` with the reason, the Hub's or that of the checkpoint."""
-        record = asdict(entry) | {"reason": reason, "failed_at": _now()}
+    def fail(self, entry: Entry, reason: str, status: int | None = None) -> None:
+        """Move an entry to ``failed`` with the reason: the Hub's, with its ``status``, or that of the checkpoint."""
+        record = asdict(entry) | {"reason": reason, "status": status, "failed_at": _now()}
         # Recorded before it leaves the queue: a crash in between loses nothing.
         self._write("failed", entry.checkpoint, record)
         self.log("failed", checkpoint=entry.checkpoint, reason=reason)
@@ -144,9 +146,17 @@ class HubQueue:
         """Return ``repo_id``, ``revision``, ``commit`` and ``url`` of the pushed checkpoints, by checkpoint."""
         return self._records("pushed")
 
-    def retry_failed(self) -> None:
-        """Put failed entries back into the queue, with the reason ``hand``."""
+    def retry_failed(self, refused_by: str | None = None) -> None:
+        """Put failed entries back into the queue, with the reason ``hand``, so that newer ones do not replace them.
+
+        With ``refused_by`` only those to which this repository refused access, and whose checkpoint still exists. Its
+        files are not read here, because a push verifies them.
+        """
         for name, record in self._records("failed").items():
+            is_refused = record.get("repo_id") == refused_by and record.get("status") in REFUSED
+            exists = (self.run / "checkpoints" / name / manifest.MANIFEST).is_file()
+            if refused_by is not None and not (is_refused and exists):
+                continue
             # An entry set aside as invalid has only a reason in `failed`, and cannot be pushed.
             with suppress(ValueError):
                 self.add(_entry(record | {"reason": "hand"}, name))

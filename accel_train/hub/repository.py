@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
 from accel_train.hub.client import hub_api
-from accel_train.hub.errors import NotPushableError, StateMissingError
+from accel_train.hub.errors import HubError, NotPushableError, StateMissingError
 from accel_train.hub.model_card import CardFacts, build_card
-from accel_train.hub.queue import Entry
+from accel_train.hub.queue import Entry, HubQueue
 from accel_train.metrics.panels import labels_of
 from accel_train.metrics.progress import Labels
 from accel_train.pipeline import ADAPTER_DESCRIPTION
@@ -52,11 +52,12 @@ def push_checkpoint(path: Path, entry: Entry, run: Path) -> dict[str, str]:
 
     Returns ``repo_id``, ``revision``, ``commit`` and ``url``. Safe to call again after any failure: an applied commit
     is found by its title even if its response was lost. A concurrent commit makes this one fail (412) and is not
-    overwritten. Raises ``NotPushableError`` for a checkpoint that fails verification, and the errors of
-    ``huggingface_hub``.
+    overwritten. A repository that does not exist is created, unless the run has pushed to it before. Raises
+    ``NotPushableError`` for a checkpoint that fails verification, ``HubError`` for a repository that was deleted, and
+    the errors of ``huggingface_hub``.
     """
     manifest, _ = pushed_manifest(path, entry.include_state)
-    place = _Place(hub_api(), entry, _digest(manifest))
+    place = _open_place(entry, _digest(manifest), run)
     # Looked up before any upload: if only the response was lost, nothing is left to do.
     oid = place.find(place.main)
     if oid is None:
@@ -99,6 +100,25 @@ def _digest(manifest: bytes) -> str:
     # Covers the files alone: metrics may join a manifest later, and it is still the same checkpoint.
     files = manifests.parse(manifest)["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _open_place(entry: Entry, digest: str, run: Path) -> _Place:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    api = hub_api()
+    try:
+        return _Place(api, entry, digest)
+    except RepositoryNotFoundError as error:
+        pushed = HubQueue(run).pushed().values()
+        if any(record.get("repo_id") == entry.repo_id for record in pushed):
+            # Its owner may have deleted it on purpose.
+            raise HubError(
+                f"404: {entry.repo_id} has been deleted or renamed since an earlier push of this run, or the token may "
+                "not see it any more; `accel-train checkpoints push` and the next start create it again"
+            ) from error
+    # The check before training creates it, but not while the Hub answers with 503.
+    api.create_repo(entry.repo_id, private=entry.private, exist_ok=True)
+    return _Place(api, entry, digest)
 
 
 class _Place:

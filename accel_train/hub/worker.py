@@ -51,7 +51,7 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
         if problem.retry:
             queue.log("retry", checkpoint=entry.checkpoint, reason=problem.reason)
         else:
-            queue.fail(entry, problem.reason)
+            queue.fail(entry, problem.reason, problem.status)
         return problem
     queue.done(entry, where)
     return None

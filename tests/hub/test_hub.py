@@ -625,6 +625,67 @@ def test_training_pushes_in_the_background(server: HubServer, run: Path, caplog:
     assert (run / "hub" / "worker.log").read_text() == ""
 
 
+def test_a_repository_that_the_first_check_could_not_create_is_created_by_a_push(
+    server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults = [Fault("whoami", 503, count=3)]
+    check_repository(CONFIG)
+    assert "checkpoints wait in the queue" in caplog.text
+    pusher = Pusher(run, CONFIG, is_main=True)
+    for step in (1, 2):
+        pusher.offer(make_checkpoint(run, step))
+        until(lambda: not pusher.busy())
+    assert pusher.finish().pushed == ("checkpoint_00000001", "checkpoint_00000002")
+    assert server.repositories[REPO].private
+    assert len(server.times("create")) == 1
+
+
+def test_a_repository_deleted_meanwhile_is_not_created_by_a_push(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    for step in (1, 2):
+        queue.add(entry_of(make_checkpoint(run, step)))
+    assert push_one(queue, queue.entries()[0]) is None
+    del server.repositories[REPO]
+    problem = push_one(queue, queue.entries()[0])
+    assert problem is not None
+    assert (problem.retry, problem.status) == (False, 404)
+    assert "org/model has been deleted or renamed since an earlier push" in queue.failed()["checkpoint_00000002"]
+    assert server.repositories == {}
+    check_repository(CONFIG)  # the next start asks for the repository once more
+    assert set(Pusher(run, CONFIG, is_main=True).finish().pushed) == {"checkpoint_00000001", "checkpoint_00000002"}
+
+
+def test_a_token_without_rights_fails_a_push_to_a_new_repository(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", READER)
+    queue = HubQueue(run)
+    queue.add(entry_of(make_checkpoint(run, 1)))
+    problem = push_one(queue, queue.entries()[0])
+    assert problem is not None
+    assert (problem.retry, problem.status) == (False, 403)
+    assert "give one with write permission" in queue.failed()["checkpoint_00000001"]
+    assert len(server.times("create")) == 1
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_the_next_start_queues_again_what_was_refused(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not a damaged file, a commit that is too large, a checkpoint that is gone or one for another repository."""
+    caplog.set_level(logging.INFO)
+    queue = HubQueue(run)
+    for step, status in enumerate((401, 403, 404, 413, None, 404, 404), 1):
+        changes = {"repo_id": "org/other"} if step == 6 else {}
+        queue.add(entry_of(make_checkpoint(run, step), **changes))
+        queue.fail(queue.entries()[0], f"status {status}", status)
+    shutil.rmtree(run / "checkpoints" / "checkpoint_00000007")
+    assert offered(run, CONFIG) == ["1", "2", "3"]
+    assert {entry.reason for entry in queue.entries()} == {"hand"}  # no newer one replaces them
+    assert sorted(queue.failed()) == [f"checkpoint_0000000{step}" for step in (4, 5, 6, 7)]
+    waiting = ", ".join(f"checkpoint_0000000{step}" for step in (1, 2, 3))
+    assert f"hub: {waiting} left by the last start will be pushed to org/model" in caplog.text
+
+
 def test_last_is_pushed_at_the_end_and_not_at_a_preemption(server: HubServer, run: Path) -> None:
     check_repository(CONFIG)
     config = replace(CONFIG, push="last")
