@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -252,7 +253,11 @@ class Pusher:
             run_file.write_run(run, run_file.load(run) | {"hub": hub})
 
     def _log_status(self, status: HubStatus) -> None:
-        text = f"hub: {self._config.repo_id}: {len(status.pushed)} pushed, {len(status.waiting)} waiting, "
+        # An earlier start may have pushed to another repository.
+        pushed = Counter(str(record.get("repo_id")) for record in self._queue.pushed().values())
+        own = str(self._config.repo_id)
+        others = "".join(f" (and {pushed[name]} to {name})" for name in sorted(pushed) if name != own)
+        text = f"hub: {own}: {pushed[own]} pushed{others}, {len(status.waiting)} waiting, "
         text += f"{len(status.failed)} failed; hub status {status.code}"
         if status.code == 0:
             logger.info("%s", text)

@@ -686,6 +686,24 @@ def test_the_next_start_queues_again_what_was_refused(run: Path, caplog: pytest.
     assert f"hub: {waiting} left by the last start will be pushed to org/model" in caplog.text
 
 
+def test_the_status_counts_what_went_to_another_repository_apart(
+    server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    check_repository(CONFIG)
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    pusher.finish()
+    HubQueue(run).add(entry_of(make_checkpoint(run, 2)))  # killed before it was pushed
+    other = replace(CONFIG, repo_id="org/second")
+    check_repository(other)
+    pusher = Pusher(run, other, is_main=True)
+    assert "hub: checkpoint_00000002 left by the last start will be pushed to org/model" in caplog.text
+    pusher.offer(make_checkpoint(run, 3))
+    pusher.finish()
+    assert "hub: org/second: 1 pushed (and 2 to org/model), 0 waiting, 0 failed; hub status 0" in caplog.text
+
+
 def test_last_is_pushed_at_the_end_and_not_at_a_preemption(server: HubServer, run: Path) -> None:
     check_repository(CONFIG)
     config = replace(CONFIG, push="last")
