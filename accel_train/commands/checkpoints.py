@@ -379,12 +379,11 @@ def push(place: str, flags: Mapping[str, Any]) -> int:
     from accel_train.hub.push_now import push_now
 
     found = find_place(place)
-    source = found.path
+    # A single one may be given as RUN@STEP, and RUN/checkpoints stands for the run.
+    source = found.checkpoints[0] if found.single else found.run or found.path
     options: dict[str, Any] = {}
     if found.run is not None:
         options = _known_options(found.run, "hub", HubConfig)
-        if not found.single:  # RUN/checkpoints stands for the run
-            source = found.run
     for name in option_names(HubConfig):
         if flags.get(name) is not None:
             options[name] = flags[name]

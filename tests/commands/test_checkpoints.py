@@ -1132,6 +1132,15 @@ def test_push_takes_the_options_of_the_run_and_the_flags_over_them(
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_push_takes_a_step_of_a_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.hub_server import serving
+
+    with serving(monkeypatch, tmp_path / "hf_home") as server:
+        assert call("push", f"{run}@20", "--repo_id", "org/model") == 0
+        assert set(server.repositories["org/model"].branches) == {"main", "step-00000020"}
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_hub_that_will_not_have_it_is_an_exit_code(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
