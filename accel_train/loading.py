@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
-from accel_train.data.artifacts import cache_directory
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline, TrainedModel
 from accel_train.store import manifest, names, strict_json
 from accel_train.store.exports import peft_layout
@@ -131,7 +130,7 @@ def find(place: Place) -> Path:
     if isinstance(place, str) and place.startswith(HUB):
         from accel_train.hub.download import download_once
 
-        return download_once(place.removeprefix(HUB), cache_directory(None))
+        return download_once(place.removeprefix(HUB))
     path = expand_path(place)
     if path.name.startswith(names.UNFINISHED):
         raise UsageError(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, default_cache, expand_path, refuse_unwritable
 from accel_train.hub.client import hub_api, limited_silence
 from accel_train.hub.errors import DownloadError
 from accel_train.hub.repository import revision_name
@@ -32,6 +32,14 @@ STEP = re.compile(r"step-(\d{8,})(?P<more>-.+)?")
 """Branch or tag of a pushed step. It has a suffix if another run or version had taken the plain name."""
 ATTEMPTS = 5
 """Attempts per file, each with the retries of ``huggingface_hub`` itself."""
+SILENCE_SECONDS = 60.0
+ATTEMPTS_WITH_A_COPY = 2
+"""Attempts if an earlier download can be used instead, so that a machine without a network waits for seconds only."""
+SILENCE_SECONDS_WITH_A_COPY = 10.0
+UNWRITABLE = (
+    "a model from the Hub is downloaded into the cache unless it is there: set ACCEL_TRAIN_CACHE to a folder that this "
+    "process may write and that has free space"
+)
 
 
 def download(spec: str, directory: Path) -> Path:
@@ -48,48 +56,57 @@ def download(spec: str, directory: Path) -> Path:
     # The step is not known before the manifest is here.
     temporary = directory / commit.temporary_name(0, atomic_files.new_nonce())
     try:
-        with limited_silence(60.0):
+        with limited_silence(SILENCE_SECONDS):
             _fetch(repo, revision, temporary)
         return _settle(temporary, directory, spec)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def download_once(spec: str, cache: Path) -> Path:
+def download_once(spec: str, cache: Path | None = None) -> Path:
     """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``.
 
-    If the Hub is out of reach, returns the checkpoint that the same ``spec`` gave last, with a warning.
+    Without ``cache`` it is the default one. A checkpoint that is already there may be read-only. If the Hub is out of
+    reach, returns the checkpoint that the same ``spec`` gave last, with a warning.
     """
+    return _download_pinned(spec, cache)[1]
+
+
+def at_commit(spec: str, cache: Path | None = None) -> str:
+    """Download a pushed checkpoint like ``download_once``, and return ``spec`` with its commit in place of a branch."""
+    return _download_pinned(spec, cache)[0]
+
+
+def _download_pinned(spec: str, cache: Path | None) -> tuple[str, Path]:
+    cache = cache or expand_path(default_cache())
+    noted = _downloaded_before(spec, cache)
     try:
-        pinned, pushed = _manifest_at_commit(spec)
+        pinned, pushed = _manifest_at_commit(spec, has_copy=noted is not None)
     except DownloadError as error:
-        found = _downloaded_before(spec, cache)
-        if found is None:
+        if noted is None or _present(noted[1]) is None:
             raise
-        logger.warning("%s: the earlier download is used, because the Hub cannot be reached: %s", found, error)
-        return found
+        logger.warning("%s: the earlier download is used, because the Hub cannot be reached: %s", noted[1], error)
+        return noted
     # Named by its files and not by the revision: a branch may have moved since the last download.
     contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / "hub" / contents
-    path = _present(folder / manifests.checkpoint_name(pushed["step"])) or download(pinned, folder)
-    noted = {"spec": spec, "pinned": pinned, "checkpoint": f"{contents}/{path.name}"}
+    path = _present(folder / manifests.checkpoint_name(pushed["step"]))
+    if path is None:
+        # Checked now, because a client of the Hub would report the disk as an error of the network.
+        with refuse_unwritable(f"ACCEL_TRAIN_CACHE: {cache}", UNWRITABLE):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        path = download(pinned, folder)
+    record = {"spec": spec, "pinned": pinned, "checkpoint": f"{contents}/{path.name}"}
     # Without the notes the next call needs the Hub again, which is no reason to fail.
     with suppress(OSError):
         for name in (spec, pinned):
-            atomic_files.replace_json(_note_file(name, cache), noted)
-    return path
-
-
-def at_commit(spec: str, cache: Path) -> str:
-    """Download a pushed checkpoint like ``download_once``, and return ``spec`` with its commit in place of a branch."""
-    download_once(spec, cache)
-    with suppress(OSError, ValueError, KeyError):
-        return str(strict_json.read_object(_note_file(spec, cache))["pinned"])
-    return spec
+            atomic_files.replace_json(_note_file(name, cache), record)
+    return pinned, path
 
 
 def _present(path: Path) -> Path | None:
-    """Return a checkpoint of the cache if it verifies, else None. A damaged one is deleted."""
+    """Return a checkpoint of the cache if it verifies, else None. A damaged one is deleted if possible."""
     if not path.is_dir():
         return None
     try:
@@ -97,15 +114,19 @@ def _present(path: Path) -> Path | None:
     except strict_json.UnreadableError:
         return None  # whole perhaps, once its disk is back
     except ValueError:
-        commit.remove(path)
+        # A cache of others may be read-only.
+        with suppress(OSError):
+            commit.remove(path)
         return None
 
 
-def _downloaded_before(spec: str, cache: Path) -> Path | None:
-    """Return the checkpoint that ``spec`` gave last, if it is still in the cache."""
+def _downloaded_before(spec: str, cache: Path) -> tuple[str, Path] | None:
+    """Return ``spec`` with the commit of its last download, and the checkpoint, unverified. None if it is gone."""
     with suppress(OSError, ValueError, KeyError):
         noted = strict_json.read_object(_note_file(spec, cache))
-        return _present(cache / "hub" / str(noted["checkpoint"]))
+        path = cache / "hub" / str(noted["checkpoint"])
+        if path.is_dir():
+            return str(noted["pinned"]), path
     return None
 
 
@@ -120,18 +141,24 @@ def download_manifest(spec: str) -> Json:
     return _manifest_at_commit(spec)[1]
 
 
-def _manifest_at_commit(spec: str) -> tuple[str, Json]:
-    """Return ``spec`` with the commit of its revision, and the manifest there."""
+def _manifest_at_commit(spec: str, *, has_copy: bool = False) -> tuple[str, Json]:
+    """Return ``spec`` with the commit of its revision, and the manifest there.
+
+    ``has_copy`` shortens the wait for a Hub out of reach.
+    """
     repo, revision = _parse(spec)
-    with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
-        oid = _resolve(repo, revision)
+    attempts, seconds = ATTEMPTS, SILENCE_SECONDS
+    if has_copy:
+        attempts, seconds = ATTEMPTS_WITH_A_COPY, SILENCE_SECONDS_WITH_A_COPY
+    with limited_silence(seconds), tempfile.TemporaryDirectory() as temporary:
+        oid = _resolve(repo, revision, attempts)
         return f"{repo}@{oid}", _get_manifest(repo, revision, oid, Path(temporary))
 
 
 def pushed_steps(spec: str) -> list[int]:
     """List the steps with a branch or tag in a repository, in order. One process. Raises like ``download``."""
     repo, _ = _parse(spec)
-    with limited_silence(60.0):
+    with limited_silence(SILENCE_SECONDS):
         refs = _call_hub(lambda: hub_api().list_repo_refs(repo), repo)
     matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
     return sorted({int(match[1]) for match in matches if match and not match["more"]})
@@ -190,13 +217,13 @@ def _refuse_another_step(repo: str, revision: str | None, step: int) -> None:
     )
 
 
-def _resolve(repo: str, revision: str | None) -> str:
+def _resolve(repo: str, revision: str | None, attempts: int = ATTEMPTS) -> str:
     """Return the commit id of a revision."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     api = hub_api()
     try:
-        info = _call_hub(lambda: api.repo_info(repo, revision=revision), repo, revision)
+        info = _call_hub(lambda: api.repo_info(repo, revision=revision), repo, revision, attempts)
     except RevisionNotFoundError:
         refs = _call_hub(lambda: api.list_repo_refs(repo), repo)
         # Names of steps sort by step, so the last ones are the newest.
@@ -211,7 +238,7 @@ def _resolve(repo: str, revision: str | None) -> str:
     return str(info.sha)
 
 
-def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None) -> T:
+def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None, attempts: int = ATTEMPTS) -> T:
     """Call with retries and translate the error of the last attempt. Raises like ``download``.
 
     ``revision`` is only used in the remedy. None stands for the newest.
@@ -219,7 +246,7 @@ def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None) -> 
     from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
     try:
-        return retried(call, attempts=ATTEMPTS)
+        return retried(call, attempts=attempts)
     except GaveUpError as given_up:
         error = given_up.__cause__
         problem = given_up.problem

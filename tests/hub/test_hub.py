@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -48,6 +49,7 @@ from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
 from accel_train.hub.worker import push_one
+from accel_train.loading import find
 from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.run_file import write_run
@@ -901,7 +903,7 @@ def test_by_hand_what_cannot_be_pushed_is_said(server: HubServer, run: Path, tmp
         push_now(point.path, CONFIG)
     good = make_checkpoint(run, 2)
     HubQueue(run).add(entry_of(good))
-    server.faults = [Fault("commits", 404, headers={"X-Error-Code": "RepoNotFound"})]
+    server.faults = [Fault("commits", 404, count=2, headers={"X-Error-Code": "RepoNotFound"})]
     with pytest.raises(HubError, match=r"0 pushed, 1 not: checkpoint_00000002 to org/model: .*repository is not there"):
         push_now(run, CONFIG)
     assert HubQueue(run).names() == {"checkpoint_00000002"}
@@ -1101,6 +1103,50 @@ def test_what_was_downloaded_is_used_without_a_network(
     (newest / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE unset.*hf download org/model --local-dir"):
         download_once("org/model", tmp_path)
+
+
+def test_an_earlier_download_shortens_the_wait_for_the_hub(server: HubServer, run: Path, tmp_path: Path) -> None:
+    push(make_checkpoint(run, 1))
+    found = download_once("org/model", tmp_path)
+    server.faults = [fault := Fault("info", 503, count=5)]
+    assert download_once("org/model", tmp_path) == found
+    assert fault.count == 3  # two attempts, where there are five without a copy
+    shutil.rmtree(found)
+    fault.count = 4
+    assert download_once("org/model", tmp_path) == found
+
+
+def test_a_read_only_cache_gives_what_is_in_it(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    for step in (1, 2):
+        push(make_checkpoint(run, step))
+    # Not in `tmp_path`, whose parent another user may not enter.
+    root = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(root / "cache"))
+    found = find("hub:org/model@1")
+    for folder in (*root.rglob("*"), root):
+        if folder.is_dir():
+            folder.chmod(0o555)
+    # Tests may run as root, whom no permission stops. Both ids, because `os.access` asks for the real one.
+    users = os.getresuid()
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        assert find("hub:org/model@1") == found
+        pinned = f"org/model@{server.repositories[REPO].branches['step-00000001']}"
+        assert download_module.at_commit("org/model@1") == pinned
+        with pytest.raises(UsageError, match=r"^ACCEL_TRAIN_CACHE: .*cache: cannot be written.*set ACCEL_TRAIN_CACHE"):
+            find("hub:org/model")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert find("hub:org/model@1") == found
+    finally:
+        os.setresuid(*users)
+        for folder in (root, *root.rglob("*")):
+            folder.chmod(0o755)
+        shutil.rmtree(root)
 
 
 def _fails(*_: object) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.artifacts import cache_directory, cache_if_usable
+from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.pipelines.family import INDEX
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, not_loaded
 from accel_train.pipeline import settings
@@ -34,7 +34,7 @@ def at_commit(config: BaseConfig) -> BaseConfig:
     if source is not None and source.startswith(finding.HUB):
         from accel_train.hub import download
 
-        pinned = download.at_commit(source.removeprefix(finding.HUB), cache_directory(None))
+        pinned = download.at_commit(source.removeprefix(finding.HUB))
         return replace(config, source=finding.HUB + pinned)
     if source is None or finding.is_meant(source) or expand_path(source).is_dir():
         return config

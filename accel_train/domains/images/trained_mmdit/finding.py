@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path, refuse_without_effect
-from accel_train.data.artifacts import cache_directory
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
@@ -72,7 +71,7 @@ def _directory(source: str) -> Path:
     if source.startswith(HUB):
         from accel_train.hub.download import download_once
 
-        return download_once(source.removeprefix(HUB), cache_directory(None))
+        return download_once(source.removeprefix(HUB))
     path = expand_path(source)
     make = f"make it with: {MAKE_DEMO}" if source == DEMO else "give the directory of a run, or of a checkpoint"
     if not path.is_dir():
