@@ -41,16 +41,19 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     with _explain_errors(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
-            from accel_train.hub.download import download
+            from accel_train.hub.download import command_for, download
 
+            # One without optimizer state can still be the start of a new run.
+            weights = f"FOLDER, after {command_for(place)},"
             found = commit.open_verified(download(place.removeprefix(HUB), directory))  # verified by `download`
         else:
+            weights = place
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):
         commit.remove(found.path)
         raise UsageError(
             f"resume: {place} contains weights without optimizer state, so a run cannot continue from it; --init_from "
-            "starts a new run with these weights"
+            f"{weights} starts a new run with these weights"
         )
     return found
 

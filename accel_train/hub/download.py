@@ -164,6 +164,16 @@ def pushed_steps(spec: str) -> list[int]:
     return sorted({int(match[1]) for match in matches if match and not match["more"]})
 
 
+def command_for(spec: str) -> str:
+    """Return the command that downloads ``spec`` into FOLDER by hand. Raises ``UsageError`` for an invalid spec."""
+    return _command(*_parse(spec))
+
+
+def _command(repo: str, revision: str | None) -> str:
+    wanted = "" if revision is None else f" --revision {revision}"
+    return f"hf download {repo}{wanted} --local-dir FOLDER"
+
+
 def _parse(spec: str) -> tuple[str, str | None]:
     match = SPEC.fullmatch(spec.strip())
     if match is None:
@@ -255,17 +265,16 @@ def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None, att
     if isinstance(error, RemoteEntryNotFoundError):
         raise UsageError(
             f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
-            "accel_train, or only in part; for plain weights use --init_from"
+            f"accel_train, or only in part; for plain weights: {_command(repo, revision)}, then --init_from FOLDER"
         )
     if problem.status in (401, 403, 404):
         raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
     remedy = "the Hub has problems: try again later"
     if problem.status is None:
         remedy = "give this machine access to it (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
-    wanted = "" if revision is None else f" --revision {revision}"
     raise DownloadError(
         f"hub checkpoint: {repo} could not be downloaded from {hub_api().endpoint}: {problem.reason}; {remedy}, or "
-        f"download it elsewhere (hf download {repo}{wanted} --local-dir FOLDER) and give FOLDER instead"
+        f"download it elsewhere ({_command(repo, revision)}) and give FOLDER instead"
     ) from error
 
 

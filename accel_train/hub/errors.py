@@ -72,6 +72,8 @@ def describe(error: BaseException) -> Problem:
         return Problem(redact(f"{type(error).__name__}: {error}"), retry, of_checkpoint=unreadable)
     status = int(response.status_code)
     advice = ADVICE.get(status, "")
+    if _has_repository(error):
+        advice = ""
     reason = redact(f"{error}{advice}")
     if status in RETRIED or status >= 500:
         return Problem(reason, True, _requested_wait(response.headers), status)
@@ -116,6 +118,13 @@ def _is_switched_off(error: BaseException) -> bool:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error))
+
+
+def _has_repository(error: BaseException) -> bool:
+    """Return True if the Hub answered that a repository lacks a file or a revision."""
+    from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+    return any(isinstance(cause, (EntryNotFoundError, RevisionNotFoundError)) for cause in _chain(error))
 
 
 def _not_json(error: BaseException) -> bool:

@@ -67,7 +67,7 @@ def test_an_unfinished_save_is_refused(saved: Path, kind: str) -> None:
         find_weights(str(unfinished))
 
 
-@pytest.mark.parametrize("place", ["nowhere@7", "nowhere@best", "hub:org/name@12"])
+@pytest.mark.parametrize("place", ["nowhere@7", "nowhere@best"])
 def test_a_step_of_a_run_that_is_not_there_is_refused_as_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -75,9 +75,8 @@ def test_a_step_of_a_run_that_is_not_there_is_refused_as_that_run(
     run = tmp_path / place.partition("@")[0]
     with pytest.raises(UsageError, match=f"^init_from: {run} does not exist; a run with a checkpoint, .* is required"):
         find_weights(place)
-    if not place.startswith("hub:"):
-        with pytest.raises(UsageError, match=f"^resume: '{place}' is not auto, .*, and {run} does not exist"):
-            fetch(place, tmp_path / "there")
+    with pytest.raises(UsageError, match=f"^resume: '{place}' is not auto, .*, and {run} does not exist"):
+        fetch(place, tmp_path / "there")
 
 
 def test_a_step_of_a_run_is_resumed_as_its_path_is(saved: Path, tmp_path: Path) -> None:

@@ -998,9 +998,26 @@ def test_a_revision_that_is_not_there_lists_those_that_are(server: HubServer, ru
     with pytest.raises(UsageError, match=r"org/other cannot be read.*repository is not there"):
         download("org/other@1200", tmp_path / "there")
     server.repositories[REPO].add("main", "another", "", {"model.safetensors": b""})
-    with pytest.raises(UsageError, match="was not pushed by accel_train"):
+    with pytest.raises(UsageError, match=r"was not pushed by accel_train.*hf download org/model --revision") as refused:
         download("org/model", tmp_path / "there")
+    assert "repository is not there" not in str(refused.value)
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_weights_on_the_hub_start_a_run_from_the_folder_that_the_messages_name(
+    server: HubServer, run: Path, tmp_path: Path
+) -> None:
+    from huggingface_hub import snapshot_download
+
+    push(make_checkpoint(run, 1200))
+    step = r"hf download org/model --revision step-00001200 --local-dir FOLDER"
+    refusal = f"without optimizer state, .*--init_from FOLDER, after {step}, starts a new run"
+    with pytest.raises(UsageError, match=refusal):
+        fetch.fetch("hub:org/model@1200", tmp_path / "there")
+    with pytest.raises(UsageError, match=f"^init_from: hub:org/model@1200: .*{step}.* give --init_from FOLDER"):
+        fetch.find_weights("hub:org/model@1200")
+    folder = snapshot_download("org/model", revision="step-00001200", local_dir=tmp_path / "folder")
+    assert fetch.find_weights(folder)[0] == tmp_path / "folder"
 
 
 def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: Path, tmp_path: Path) -> None:
