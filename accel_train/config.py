@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -161,7 +162,7 @@ def refuse_unusable_folder(place: str, folder: Path) -> None:
 
 
 def refuse_impossible(arguments: Mapping[str, object]) -> None:
-    """Raise ``UsageError`` for a command's argument that is empty text, or longer than a path can be.
+    """Raise ``UsageError`` for an argument of a command: empty text, an unset variable, or more than a path can hold.
 
     Arguments passed on to a recipe, gates and common settings of a comparison are not checked, nor is a webhook's URL.
     """
@@ -175,7 +176,7 @@ def refuse_impossible(arguments: Mapping[str, object]) -> None:
                 "value, or leave it out"
             )
         for text in filter(_is_text, values):
-            if reason := too_long(text):
+            if reason := too_long(text) or unset_variable(text):
                 raise UsageError(f"{name}: {reason}")
 
 
@@ -211,6 +212,21 @@ def too_long(path: str) -> str | None:
                 "name and 4095 in all"
             )
     return None
+
+
+def unset_variable(path: str) -> str | None:
+    """Return why a path with ``$NAME`` or ``${NAME}`` is refused: no such variable, whose name would become a folder's.
+
+    None if each variable is set on this host, or if a file really has this name.
+    """
+    names = [first or second for first, second in re.findall(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", path)]
+    unset = [name for name in names if name not in os.environ]
+    if not unset or os.path.lexists(expand_path(path)):
+        return None
+    return (
+        f"{cut(path)}: the variable {unset[0]} is not set on {socket.gethostname()}; set it there, or give the path "
+        "without it"
+    )
 
 
 def launched_processes(environment: Mapping[str, str]) -> int:

@@ -31,7 +31,7 @@ from accel_train.linting.fixing import fix_file, undo, unused_copy
 from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
 from accel_train.linting.table import Found, ignored_names, lint
 from accel_train.options.loading import Loaded, config_of
-from accel_train.options.refusals import refuse_moved
+from accel_train.options.refusals import refuse_moved, unset_variables
 from accel_train.options.tree import flatten, to_tree
 from accel_train.runtime.accelerator import refuse_zero_contradictions, strategy_family
 from accel_train.runtime.distributed_options import ddp_handlers
@@ -145,7 +145,7 @@ def describe(request: Launch, checked: Checked) -> str:
     lines += [f"  {line}" for line in chosen]
     command = shlex.join(["python", str(checked.recipe), *request.arguments, "--print_config"])
     lines.append(f"  and {len(checked.loaded.origins) - len(chosen)} options at their defaults: {command}")
-    lines += [f"  warning: {text}" for text in missing_data(checked.loaded)]
+    lines += [f"  warning: {text}" for text in [*_unset(checked), *missing_data(checked.loaded)]]
     lines.append("nothing was run; launch file and options are consistent; the data were not checked")
     if checked.is_elsewhere:
         lines.append("this machine has no accelerator: rules about cores, memory and disks were not applied")
@@ -200,6 +200,11 @@ def _notes(machine: MachineConfig) -> list[str]:
     return notices(machine, os.environ) + _multi_cpu_note(machine) + _other_launcher_note(machine)
 
 
+def _unset(checked: Checked) -> list[str]:
+    """Describe paths with a variable that is not set here: a start would refuse them, maybe on another machine."""
+    return unset_variables(flatten(to_tree(checked.loaded.config)))
+
+
 def _json(checked: Checked) -> str:
     config: Any = checked.loaded.config
     return json.dumps(
@@ -209,7 +214,7 @@ def _json(checked: Checked) -> str:
             "num_machines": checked.machine.num_machines,
             "global_batch_size": config.global_batch_size,
             "accumulation_steps": checked.accumulation,
-            "notes": _notes(checked.machine),
+            "notes": [*_notes(checked.machine), *_unset(checked)],
             "missing_data": missing_data(checked.loaded),
             "findings": reporting.as_json(checked.found),
         },

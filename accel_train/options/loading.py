@@ -119,7 +119,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
         # Set to auto again, because a flag may change the number that replaces it.
         changes = {MICRO_BATCH: "auto", **changes}
     if not (prints_config or _state.reading_only):
-        refusals.refuse_moved(path, getattr(base, "output_dir", None), changes)
+        refusals.refuse_places(path, flatten(to_tree(base)) | changes, changes)
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     with refusals.at_a_resume(cls, tree, arguments):
@@ -236,6 +236,7 @@ def read_options(cls: type[C], arguments: Sequence[str], program: str) -> C:
         flags = read_flags(option_types(cls), arguments, list)
     except FlagError as error:
         raise UsageError(str(error)) from None
+    refusals.refuse_unset(flags)
     return from_tree(cls, overlaid({}, flags), "command line")
 
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import GIVES_WAY, UsageError, WithoutEffectError, cut, expand_path, too_long
+from accel_train.config import GIVES_WAY, UsageError, WithoutEffectError, cut, expand_path, too_long, unset_variable
 from accel_train.options.flags import refusal
 from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, flatten
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
 
 OUTPUT_DIR = "output_dir"
-PLACES = ("path", "_dir", "resume", "init_from", ".source")
+PLACES = ("path", "paths", "_dir", "resume", "init_from", ".source", ".vae", "output", "file")
 """Suffixes of the names of options that are or may be paths."""
 
 
@@ -190,6 +190,35 @@ def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
         return {}
     defaults = defaults_of(cls)
     return {key: value for key, value in dict(saved.get("experiment", {})).items() if key in defaults}
+
+
+def refuse_places(file: Path, values: Mapping[str, object], changed: Container[str]) -> None:
+    """Raise ``UsageError`` for paths that a start on this host cannot take. ``values`` are the dotted options.
+
+    A command that only reads them may run on another machine, without the variables in its paths.
+    """
+    refuse_moved(file, values.get(OUTPUT_DIR), changed)
+    refuse_unset(values)
+
+
+def refuse_unset(values: Mapping[str, object]) -> None:
+    """Raise ``UsageError`` for the first option whose path has a variable that is not set on this host."""
+    for text in unset_variables(values):
+        raise UsageError(text)
+
+
+def unset_variables(values: Mapping[str, object]) -> list[str]:
+    """Describe each option whose path has a variable that is not set on this host."""
+    found: list[str] = []
+    for key, value in values.items():
+        if not key.endswith(PLACES):
+            continue
+        paths: Sequence[object] = [value]
+        if isinstance(value, (list, tuple)):
+            paths = value
+        reasons = [unset_variable(path) for path in paths if isinstance(path, str)]
+        found += [f"{key}: {reason}" for reason in reasons if reason]
+    return found
 
 
 def refuse_moved(file: Path, output_dir: object, changed: Container[str]) -> None:

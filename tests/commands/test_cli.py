@@ -77,6 +77,8 @@ def test_a_path_that_no_file_system_takes_is_refused(monkeypatch: pytest.MonkeyP
         for place in (f"/tmp/{'x' * 300}", "x/" * 2500, "$NAMED"):
             with pytest.raises(UsageError, match=f"^{name}: .* is refused: the path is too long for the file system"):
                 call(*words, place)
+        with pytest.raises(UsageError, match=f"^{name}: '.NOT_SET/x': the variable NOT_SET is not set on "):
+            call(*words, "$NOT_SET/x")
     # A URL may be long.
     refuse_impossible({"webhook": f"https://host/{'x' * 300}", "arguments": ["x" * 300], "place": "x" * 255})
 
@@ -143,6 +145,19 @@ def test_check_warns_of_data_that_are_not_here(
         # The base draws the pictures that are not there.
         assert call("check", LORA, "lora_demo", *flags, "--data.prior.count", str(count)) == 0
         assert ("data.prior.path: ./class: there is no such file" in capsys.readouterr().out) == warns
+
+
+def test_check_warns_of_a_variable_that_is_not_set_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start would refuse the path, but the machine that trains may have the variable."""
+    monkeypatch.chdir(tmp_path)
+    flags = ("--output_dir", "$NOT_SET/run", "--data.cache_dir", "$HOME/cache")
+    for words in (("check",), ("check", "--json")):
+        assert call(*words, RECIPE, "demo", *flags) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("the variable NOT_SET is not set on ") == 1
+        assert ("  warning: output_dir: '$NOT_SET/run': the variable" in shown) == (len(words) == 1)
 
 
 def test_check_refuses_the_config_of_a_moved_run(tmp_path: Path) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, unset_variable
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.options.help_text import field_texts
 from accel_train.options.loading import config_of, load_config, read_tree
+from accel_train.options.refusals import unset_variables
 from accel_train.options.tree import config_text, option_names, to_tree
 from accel_train.store.run_file import write_config
 from recipes import causal_lm, lora, mmdit, pde
@@ -684,6 +686,41 @@ def test_the_config_of_a_moved_run_does_not_start_elsewhere(tmp_path: Path, monk
         load(run / "config.yaml")
     # A file of another name is written by a person, or a copy of a single file.
     assert load((moved / "config.yaml").rename(moved / "mine.yaml")) == "runs/first"
+
+
+UNSET = rf"the variable NOT_SET is not set on {re.escape(socket.gethostname())}; set it there, or "
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("output_dir", "$NOT_SET/run"),
+        ("data.cache_dir", "${NOT_SET}/cache"),
+        ("data.path", "$HOME/$NOT_SET.jsonl"),
+        ("init_from", "$NOT_SET/$NEITHER"),
+    ],
+)
+def test_a_path_with_a_variable_that_is_not_set_is_refused(
+    option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"^{option}: '{re.escape(value)}': {UNSET}"):
+        load_config(Config, [f"--{option}", value], presets=PRESETS)
+    # Only read, on a laptop for instance: its variables are not those of the machine that trains.
+    assert config_of(lambda argv: load_config(Config, argv, presets=PRESETS), [f"--{option}", value]) is not None
+    for name in ("NOT_SET", "NEITHER"):
+        monkeypatch.setenv(name, "x")
+    load_config(Config, [f"--{option}", value], presets=PRESETS)
+
+
+def test_a_dollar_that_is_no_unset_variable_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$NOT_SET").mkdir()
+    for value in ("$NOT_SET", "cost-in-$", "$5"):
+        load_config(Config, ["--output_dir", value], presets=PRESETS)
+    assert unset_variables({"data.more_paths": ("a", "$NOT_SET/b"), "metrics.name": "$NOT_SET/b"}) == [
+        f"data.more_paths: {unset_variable('$NOT_SET/b')}"
+    ]
 
 
 def launch_files() -> list[Path]:
