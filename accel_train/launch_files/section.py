@@ -40,6 +40,8 @@ _NO_FLAG = {
         "fp8_optimization_level": str,
     },
 }
+_DROPPED = {"ipex_config"}
+"""Sections that `accelerate config` wrote once. The installed Accelerate refuses a file that has one."""
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -257,8 +259,10 @@ def _unknown(section: Section, key: str) -> UsageError:
     with_key = [name for name, keys in known_keys().items() if key in keys]
     others = [name for name in with_key if name != section.name]
     without_prefix = [name for name in known if name.endswith(f"_{key}")]
+    if key in _DROPPED:
+        remedy = "newer releases of Accelerate have dropped this section: delete it"
     # The empty name stands for the top of the file.
-    if others and others[0]:
+    elif others and others[0]:
         remedy = f"it belongs under {others[0]}"
     elif others:
         remedy = "it belongs at the top of the file, not indented"

@@ -56,6 +56,7 @@ ROWS = [
     ("I1", DDP + "num_proceses: 4\n", r":4:1: unknown key `num_proceses`.*did you mean 'num_processes'"),
     ("I1", DDP + "bananas: 4\n", r":4:1: unknown key `bananas`.*delete it"),
     ("I1", DDP + "zero_stage: 2\n", r"unknown key `zero_stage`.*belongs under deepspeed_config"),
+    ("I1", DDP + "ipex_config:\n  ipex: false\n", r"unknown key `ipex_config`.*; newer .* dropped this section"),
     ("I1", DDP + "fsdp_confg: {}\n", r"did you mean 'fsdp_config'"),
     ("I1", ZERO + "  zero_stage: 2\n  mixed_precision: bf16\n", r"belongs at the top of the file"),
     ("I1", DDP + "<<: {debug: true}\n", r"unknown key `<<`"),
