@@ -18,7 +18,7 @@ from typing import Literal, cast
 
 from accel_train.config import UsageError
 from accel_train.launch_files.deepspeed_settings import DeepSpeedSettings, read_deepspeed
-from accel_train.launch_files.processes import HIGHEST_PORT, read_processes, refuse_processes
+from accel_train.launch_files.processes import FLAG, HIGHEST_PORT, read_processes, refuse_processes
 from accel_train.launch_files.section import Section, read_sections
 from accel_train.launch_files.sharding import FsdpSettings, read_fsdp
 from accel_train.options.strict_yaml import Document, Places, YamlError, read_document
@@ -114,9 +114,9 @@ def default_machine_config_path() -> Path | None:
 
 
 def read_machine_config(
-    path: str | os.PathLike[str], *, num_processes: int | None = None, simulated: bool = False
+    path: str | os.PathLike[str], *, num_processes: int | None = None, given_by: str = FLAG, simulated: bool = False
 ) -> MachineConfig:
-    """Read and check a launch file. `num_processes`, from a flag, overrides the number of the file.
+    """Read and check a launch file. `num_processes` of the flag or variable `given_by` overrides the file's number.
 
     A `simulated` machine need not be this one: its `gpu_ids` may be fewer than the processes, and become None.
     Raises `UsageError` with file, line, key, requirement and remedy. Uses neither devices nor the network. The first
@@ -127,7 +127,7 @@ def read_machine_config(
         document = read_document(path)
     except YamlError as error:
         raise UsageError(str(error)) from error
-    return _read(path, document, num_processes, simulated=simulated)
+    return _read(path, document, num_processes, given_by, simulated=simulated)
 
 
 def simulated_machine(num_processes: int | None = None) -> MachineConfig:
@@ -162,14 +162,14 @@ def _machine_of(num_processes: int | None, count: int) -> MachineConfig:
         kind = "NO"
     values: dict[str, object] = {"distributed_type": kind, "num_processes": processes, "use_cpu": count == 0}
     # Through the reader, so that a start without a file obeys the rules of one with a file.
-    return _read(Path(NO_FILE), Document(values, {}), None)
+    return _read(Path(NO_FILE), Document(values, {}), None, FLAG, simulated=False)
 
 
-def _read(path: Path, document: Document, num_processes: int | None, *, simulated: bool = False) -> MachineConfig:
+def _read(path: Path, document: Document, count: int | None, given_by: str, *, simulated: bool) -> MachineConfig:
     top, sections = read_sections(path, document)
     kind = _supported_type(top, sections)
     machines = top.integer("num_machines", 1, low=1)
-    processes = read_processes(top, kind, machines, num_processes)
+    processes = read_processes(top, kind, machines, count, given_by)
     fsdp, deepspeed = _read_sharding(top, sections, kind, machines, processes)
     # Only checked: nothing here depends on it, but Accelerate would take any text for true.
     top.boolean("same_network", False)

@@ -6,6 +6,7 @@ traceback for other numbers out of range.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,12 +16,16 @@ from accel_train.launch_files.section import Section
 if TYPE_CHECKING:
     from accel_train.launch_files.machine_config import MachineConfig
 
+FLAG = "--num_processes"
 HIGHEST_PORT = 65535
 _OTHER_TYPE = "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or"
 
 
-def read_processes(top: Section, kind: str, machines: int, flag: int | None) -> int | None:
-    """Return the number of processes over all machines, or None if neither file nor flag has one."""
+def read_processes(top: Section, kind: str, machines: int, flag: int | None, given_by: str) -> int | None:
+    """Return the number of processes over all machines, or None if neither file nor flag has one.
+
+    ``given_by`` names the flag, or the variable in its place.
+    """
     count = 1 if kind == "NO" else None
     if top.values.get("num_processes") is not None:
         # Refuses Accelerate's -1, which asks for a flag: an absent key does the same.
@@ -31,25 +36,38 @@ def read_processes(top: Section, kind: str, machines: int, flag: int | None) -> 
     if count is None:
         return None
     if kind == "NO" and (count > 1 or machines > 1):
-        raise _one_process(top, count, flag)
+        raise _one_process(top, count, flag, given_by)
     here, rest = divmod(count, machines)
     if rest:
         required = f"a multiple of num_machines ({machines}): it counts the processes of all machines"
         nearest = f"{max(1, here) * machines} or {(here + 1) * machines}"
         if flag is not None:
-            raise UsageError(f"--num_processes {flag}: must be {required}, in {top.file}; give {nearest}")
+            raise UsageError(f"{given_by} {flag}: must be {required}, in {top.file}; give {nearest}")
         raise top.refuse("num_processes", required, f"write {nearest}")
     return count
 
 
-def _one_process(top: Section, count: int, flag: int | None) -> UsageError:
+def _one_process(top: Section, count: int, flag: int | None, given_by: str) -> UsageError:
     """Return the error for more than one process or machine with `distributed_type: NO`."""
     required = "1 with `distributed_type: NO`, which starts one process whatever the number"
     if count > 1 and flag is not None:
         place = top.where("distributed_type")
-        return UsageError(f"--num_processes {flag}: must be {required} ({place}); {_OTHER_TYPE} give 1")
+        return UsageError(f"{given_by} {flag}: must be {required} ({place}); {_OTHER_TYPE} give 1")
     key = "num_processes" if count > 1 else "num_machines"
     return top.refuse(key, required, f"{_OTHER_TYPE} 1 here")
+
+
+def refuse_uneven_hosts(environment: Mapping[str, str]) -> None:
+    """Refuse hosts that started different numbers of processes, by torchrun's variables on each host that can tell."""
+    names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    if not all(environment.get(name, "").isdecimal() for name in names):
+        return
+    here, hosts, count = (int(environment[name]) for name in names)
+    if here * hosts != count:
+        raise UsageError(
+            f"num_processes: the hosts started different numbers of processes: {here} on {socket.gethostname()}, and "
+            f"{count} on {hosts} hosts together; give every host the same --num_processes, that of all hosts together"
+        )
 
 
 def refuse_processes(flag: int | None) -> None:

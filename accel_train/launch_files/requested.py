@@ -24,6 +24,7 @@ from accel_train.launch_files.machine_config import (
     default_machine_config_path,
     read_machine_config,
 )
+from accel_train.launch_files.processes import FLAG, refuse_uneven_hosts
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_UNASKED_VARIABLE = "ACCEL_TRAIN_THREADS_UNASKED"
@@ -58,7 +59,7 @@ class Requested:
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
     """Collect the request. It is the same on every process. Raises ``UsageError`` for a bad file."""
     flags = launcher_flags(command_lines)
-    override = _overriding_processes(environment, flags)
+    override, given_by = _overriding_processes(environment, flags)
     file = environment.get(MACHINE_FILE_VARIABLE)
     default = None
     source = "the environment"
@@ -72,7 +73,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     rehearsal = bool(environment.get(REHEARSAL_VARIABLE))
     if file:
         # The launcher of a rehearsal has compared the number of GPUs, and a simulation needs none.
-        machine = read_machine_config(expand_path(file), num_processes=override, simulated=rehearsal)
+        machine = read_machine_config(expand_path(file), num_processes=override, given_by=given_by, simulated=rehearsal)
         source = str(file)
     elif default is not None:
         machine = read_machine_config(default, num_processes=override)
@@ -121,14 +122,21 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
     return None
 
 
-def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> int | None:
-    """Return the number of processes of our own launcher, a rehearsal or a flag. It overrides the file."""
+def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> tuple[int | None, str]:
+    """Return the number of processes that overrides the file's, and the flag or variable that gave it.
+
+    Raises ``UsageError`` if the hosts started different numbers.
+    """
+    is_ours = bool(environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE))
+    # torchrun alone may start any number on each host.
+    if is_ours or flags is not None:
+        refuse_uneven_hosts(environment)
     # Both start as many processes as were asked for, so WORLD_SIZE is the request.
-    if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
-        return launched_processes(environment)
+    if is_ours:
+        return launched_processes(environment), "WORLD_SIZE"
     if flags is not None and flags.get("num_processes") is not None:
-        return int(flags["num_processes"])
-    return None
+        return int(flags["num_processes"]), FLAG
+    return None, FLAG
 
 
 def _requested_processes(override: int | None, machine: MachineConfig | None) -> int | None:

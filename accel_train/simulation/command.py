@@ -171,7 +171,7 @@ def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> 
     # Without a rehearsal, Accelerate ignores FSDP on CPUs, and a start there refuses launch files for GPUs.
     environment[REHEARSAL_VARIABLE] = "1"
     # Variables of a launcher around this command would be taken for the simulated ones.
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         environment.pop(name, None)
     if connected:
         environment |= {

@@ -77,6 +77,34 @@ def test_a_flag_against_the_file_is_named_with_its_value(tmp_path: Path) -> None
         read_machine(Launch(str(file), str(RECIPE), main_process_port=0))
 
 
+def test_a_number_from_the_environment_is_named_by_its_variable(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    for text, says in {NODES: r"a multiple of num_machines \(2\)", ONE: "1 with `distributed_type: NO`"}.items():
+        file.write_text(text)
+        with pytest.raises(UsageError, match=f"^WORLD_SIZE 3: must be {says}"):
+            read_request({"ACCEL_TRAIN_MACHINE_FILE": str(file), "WORLD_SIZE": "3"}, [])
+
+
+@pytest.mark.parametrize("here", ["1", "2"])
+def test_hosts_that_started_different_numbers_are_told_so(here: str, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text(NODES)
+    started = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": "2"}
+    says = (
+        f"^num_processes: the hosts started different numbers of processes: {here} on .*, and 3 on 2 hosts together; "
+        "give every host the same --num_processes"
+    )
+    with pytest.raises(UsageError, match=says):
+        read_request({"ACCEL_TRAIN_MACHINE_FILE": str(file), **started}, [])
+    line = ["accelerate", "launch", "--config_file", str(file), "--num_processes=4", "recipe.py"]
+    with pytest.raises(UsageError, match=says):
+        read_request(started, [line])
+    # torchrun without a launch file may start any number on each host.
+    assert read_request(started, []).num_processes is None
+    same = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    assert read_request({"ACCEL_TRAIN_MACHINE_FILE": str(file), **same}, []).num_processes == 4
+
+
 def test_an_address_for_one_machine_is_refused_as_a_flag_alone(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text(f"{ONE}main_process_ip: 10.0.0.1\n")
