@@ -67,3 +67,8 @@ def readable_size(size_bytes: float) -> str:
             return f"{size:.{digits}f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def binary_size(size_bytes: int) -> str:
+    """Format bytes in whole MiB, or in KiB below 1 MiB."""
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"

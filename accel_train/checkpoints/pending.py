@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accel_train.config import MachineError
 from accel_train.speed.out_of_memory import explain_save, ran_out
 from accel_train.store import commit
 from accel_train.store.manifest import checkpoint_name
@@ -28,6 +29,15 @@ REDUCTIONS: Mapping[str, Callable[..., int]] = {
 }
 """Values exchanged by the ranks after every step, with their reductions. Saves are numbered from 1, because the values
 arrive one step late and must not be mistaken for those of the next save."""
+
+
+class NoSpaceError(commit.CheckpointWriteError, MachineError):
+    """A checkpoint could not be written because the disk is full: exit code 1, as for any failed save, no traceback."""
+
+
+def write_error(reason: str) -> commit.CheckpointWriteError:
+    """Return the error of a save that failed for ``reason``, which names every failed rank."""
+    return NoSpaceError(reason) if commit.NO_SPACE in reason else commit.CheckpointWriteError(reason)
 
 
 @dataclass

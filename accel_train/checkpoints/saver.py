@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
-from accel_train.checkpoints.pending import REDUCTIONS, Attempt, Buffers, PendingSave, Phase
+from accel_train.checkpoints.pending import REDUCTIONS, Attempt, Buffers, PendingSave, Phase, write_error
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
@@ -204,7 +204,7 @@ class Saver:
         # A single process waits for no other, so after an error of the loop it still commits the previous save.
         is_alone = self._accelerator.num_processes == 1
         try:
-            if kind is None or (is_alone and kind is not commit.CheckpointWriteError):
+            if kind is None or (is_alone and not issubclass(kind, commit.CheckpointWriteError)):
                 self.finish()
             if kind is None:
                 self._end_run()
@@ -214,7 +214,7 @@ class Saver:
     def _end_run(self) -> None:
         """Report a failed final save, and wait for the Hub."""
         if self._last_failure is not None:
-            raise commit.CheckpointWriteError(self._last_failure)
+            raise write_error(self._last_failure)
         self._agreement.close()
         self._pusher.offer_held()
         self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
@@ -393,6 +393,6 @@ class Saver:
     def _report_failure(self, step: int, reason: str, error: Exception | None = None) -> None:
         """Raise, from this rank's ``error``, or warn and remember it, in case this was the final save. Every rank."""
         if self._config.on_error == "stop":
-            raise commit.CheckpointWriteError(reason) from error
+            raise write_error(reason) from error
         self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training continues: %s", step, reason)

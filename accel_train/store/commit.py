@@ -27,7 +27,7 @@ from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory, new_nonce, replace_json, set_aside, to_json
 from accel_train.store.manifest import MANIFEST, NAME, Checkpoint, checkpoint_name, committed
 from accel_train.store.strict_json import NO_FILE, Json, UnreadableError
-from accel_train.wording import shortened
+from accel_train.wording import binary_size, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_(?P<step>\d+)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+NO_SPACE = "no space left for a checkpoint"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 FileFacts = tuple[int, int, int, int, str]
@@ -382,9 +383,12 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
     # The numbers of `DISK_FULL` on Linux.
     if full or re.search(r"os error (28|122|27)\b", str(error)):
         free = shutil.disk_usage(directory).free if directory.exists() else 0
-        return (
-            f"no space left for a checkpoint in {directory} (need about {needed_bytes / 2**20:.0f} MiB, free "
-            f"{free / 2**20:.0f} MiB; {error}); free space, such as that of older checkpoints: accel-train checkpoints "
-            f"prune {shlex.quote(str(directory))} --keep_last N"
-        )
+        remedy = "free space there, or give another --output_dir"
+        if any(directory.glob("checkpoint_*")):
+            remedy = (
+                "free space, such as that of older checkpoints: accel-train checkpoints prune "
+                f"{shlex.quote(str(directory))} --keep_last N"
+            )
+        sizes = f"need about {binary_size(needed_bytes)}, free {binary_size(free)}"
+        return f"{NO_SPACE} in {directory} ({sizes}; {error}); {remedy}"
     return f"checkpoint in {directory} could not be written: {type(error).__name__}: {error}"

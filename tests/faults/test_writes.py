@@ -86,7 +86,7 @@ def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tu
     disk("size=5m")
     run = trainers.run(out, *EVERY, *LARGE, *mode)
     assert run.wait() == [1]
-    assert "CheckpointWriteError: rank 0: no space left for a checkpoint in" in run.output()
+    assert "error (exit code 1): rank 0: no space left for a checkpoint in" in run.output()
     assert "need about 3 MiB, free" in run.output()
     assert "free space, such as that of older checkpoints: accel-train checkpoints prune" in run.output()
     assert checkpoints(out) == acknowledged(out) == [5]
@@ -107,7 +107,7 @@ def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mo
     assert run.wait() == [1], "the last save failed, so the run has not done what it was to do"
     for step in (10, 15):
         assert f"checkpoint of step {step} was not saved; training continues: rank 0: no space left" in run.output()
-    assert "CheckpointWriteError: rank 0: no space left" in run.output()
+    assert "error (exit code 1): rank 0: no space left" in run.output()
     assert max(losses(out)) == 20
     assert checkpoints(out) == [5]
     assert debris(out) == []
@@ -184,7 +184,7 @@ def test_full_on_one_rank(trainers: Trainers, out: Path, whole_of_two: Path, mod
     trainers.stopped(out, 5, 2)
     run = trainers.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
     assert run.wait() == [1, 1]
-    assert run.output().count("CheckpointWriteError: rank 1: no space left for a checkpoint in") == 2
+    assert run.output().count("error (exit code 1): rank 1: no space left for a checkpoint in") == 2
     assert checkpoints(out) == [5]
     assert debris(out) == []
     assert trainers.run(out, *EVERY, ranks=2).wait() == [0, 0]

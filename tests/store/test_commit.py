@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -345,10 +346,17 @@ def test_only_the_link_to_a_checkpoint_is_deleted(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_explained_with_numbers(tmp_path: Path) -> None:
     text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path, 3 * 2**20)
-    assert "need about 3 MiB" in text
-    assert "free" in text
+    assert "need about 3 MiB, free" in text
+    # Nothing can be pruned.
+    assert text.endswith("; free space there, or give another --output_dir")
     foreign = commit.describe_write_error(RuntimeError("I/O error: File too large (os error 27)"), tmp_path, 2**20)
     assert "no space left" in foreign
+
+
+def test_little_space_is_told_in_kib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=564 * 2**10))
+    text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path, 2**20)
+    assert "(need about 1 MiB, free 564 KiB; " in text
 
 
 def test_a_directory_in_the_place_of_a_file_is_set_aside(tmp_path: Path) -> None:
@@ -384,5 +392,6 @@ def test_the_error_of_a_write_is_not_hidden_by_that_of_deleting_its_rest(
 def test_a_full_disk_is_reported_with_the_command_that_frees_space_now(tmp_path: Path) -> None:
     """A smaller keep_last deletes nothing before a newer checkpoint is committed, which does not fit."""
     folder = tmp_path / "a run" / "checkpoints"
+    (folder / "checkpoint_0000005").mkdir(parents=True)
     text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), folder, 1 << 20)
     assert text.endswith(f"accel-train checkpoints prune '{folder}' --keep_last N")
