@@ -26,7 +26,7 @@ from accel_train.reporting.evaluations import heldout_means as heldout_means
 from accel_train.reporting.evaluations import numbers, returned_by
 from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
-from accel_train.runtime.exiting import EXIT_PREEMPTED
+from accel_train.runtime.exiting import EXIT_PREEMPTED, unfinished
 from accel_train.speed.out_of_memory import Part, ran_out
 from accel_train.train_state import Experiment, TrainState
 from accel_train.training.step_guard import NonFiniteError, StepResult
@@ -96,6 +96,7 @@ def training(
         current.close()
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping
+    unfinished.append(str(opened.run.directory))
 
 
 def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
@@ -379,5 +380,6 @@ def finish(training: Training) -> int:
         remedy = "start the same command again to resume (exit code 75)"
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; {remedy}")
         return EXIT_PREEMPTED
+    unfinished.clear()
     info(logger, f"finished: {opened.run.directory} holds {', '.join(opened.run.results(step)) or 'nothing'}")
     return 0

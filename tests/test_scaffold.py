@@ -201,6 +201,8 @@ SAVE = "            training.save_if_due(result)\n"
         (SAVE, f"{SAVE}            break\n", 1, "step 1: the loop over training was left before its last step, 2"),
         (SAVE, SAVE.replace("result", "batches.done"), 2, "save_if_due(result): int: this type is not accepted"),
         ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: this type is not accepted"),
+        ("return loop.finish(training)", "loop.finish(training)", 2, "main returned None, and the exit code of"),
+        ("return loop.finish(training)", "return 0", 2, "main returned 0, and the exit code of loop.finish"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],
 )
@@ -217,7 +219,7 @@ def test_mistakes_of_a_loop_are_refused(begun: Path, right: str, wrong: str, cod
     assert done.returncode == code, printed
     assert words in printed
     assert ("Traceback" in printed) == (code == 1)
-    if "evaluate" in right:
+    if "evaluate" in right or "finish" in right:
         assert (begun / "runs" / "mistaken" / "checkpoints" / checkpoint_name(2)).is_dir()
 
 

@@ -36,6 +36,8 @@ STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
 
 current_run = ExitStack()
 """Cleanup of the run in this process."""
+unfinished: list[str] = []
+"""Trainings of this run that ``loop.finish`` has not found finished. After one, ``main`` may only return 75."""
 _imports = ExitStack()
 """Callbacks for the end of a recipe's imports."""
 _continues = False
@@ -71,23 +73,30 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     """Decorate a recipe's ``main``: release the process-wide state of the run, even after an error.
 
     Releases the lock on its directory, its log handlers and, with one process, Accelerate's shared state. A notebook or
-    a sweep may then call ``main`` again. Failures are logged before. Several processes keep their process group.
+    a sweep may then call ``main`` again. Failures are logged before. Several processes keep their process group. Raises
+    ``UsageError`` after a ``main`` that does not return the exit code of ``loop.finish``.
     """
 
     # Resolved now: the path may be relative, and the recipe may change its directory.
-    file = _file_of(main)
+    code = getattr(inspect.unwrap(main), "__code__", None)
+    file = code and os.path.abspath(code.co_filename)
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
         global _continues, _recipe
         _recipe = file
+        unfinished.clear()
         # Applies to this run only: not to processes it starts, nor to the next run in this process.
         _continues = os.environ.pop(STARTED_AGAIN_VARIABLE, None) is not None
         try:
             while True:
-                code = _run_once(main, argv)
-                if code is not None:
-                    return code
+                try:
+                    with current_run:
+                        return _checked(main(argv))
+                except StartAgain as again:
+                    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                        raise
+                    print(f"{again}: starting again", file=sys.stderr, flush=True)
                 # The error is gone by now, and with it the frames that held the model.
                 _free_memory()
                 # The next round resumes, even if the command says --overwrite (`policy.of_this_start`).
@@ -99,23 +108,14 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     return run
 
 
-def _file_of(main: Callable[..., object]) -> str | None:
-    code = getattr(inspect.unwrap(main), "__code__", None)
-    if code is None:
-        return None
-    return os.path.abspath(code.co_filename)
-
-
-def _run_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int | None:
-    """Return the exit code of a run, or None if its only process has to start it again."""
-    try:
-        with current_run:
-            return main(argv)
-    except StartAgain as again:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise
-        print(f"{again}: starting again", file=sys.stderr, flush=True)
-        return None
+def _checked(code: object) -> int:
+    """Return the exit code that ``main`` returned. Raises ``UsageError`` if a stop would be taken for the end."""
+    if isinstance(code, int) and (not unfinished or code == EXIT_PREEMPTED):
+        return code
+    raise UsageError(
+        f"main returned {code!r}, and the exit code of loop.finish is required; write return loop.finish(training) as "
+        "its last line, and start the same command again: the checkpoints of this run are kept"
+    )
 
 
 def _free_memory() -> None:

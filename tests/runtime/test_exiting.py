@@ -9,11 +9,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accel_train.config import UsageError
 from accel_train.runtime import exiting
-from accel_train.runtime.exiting import STARTED_AGAIN_VARIABLE, StartAgain, one_run, reported_exit_code, started_again
+from accel_train.runtime.exiting import (
+    STARTED_AGAIN_VARIABLE,
+    StartAgain,
+    one_run,
+    reported_exit_code,
+    started_again,
+    unfinished,
+)
 from accel_train.store import lock
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -290,6 +299,37 @@ def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) 
     main([])
     main([])
     assert seen[4:] == [(True, False), (False, False)]
+
+
+@pytest.mark.parametrize("code", [None, 0.0])
+def test_a_main_without_an_exit_code_runs_once_and_is_refused(code: Any) -> None:
+    """Taken for a wish to start again, it could not be stopped."""
+    starts: list[int] = []
+
+    @one_run
+    def main(argv: Sequence[str]) -> int:
+        starts.append(len(argv))
+        assert len(starts) == 1
+        return code
+
+    with pytest.raises(UsageError, match=rf"main returned {code}, .*return loop\.finish\(training\)"):
+        main([])
+
+
+def test_after_a_training_that_is_not_finished_main_returns_75() -> None:
+    """Without ``loop.finish``, or with its code dropped after a stop."""
+
+    @one_run
+    def main(argv: Sequence[str]) -> int:
+        unfinished.extend(argv[1:])
+        return int(argv[0])
+
+    with pytest.raises(UsageError, match=r"main returned 0, and the exit code of loop\.finish is required"):
+        main(["0", "runs/a"])
+    assert main(["75", "runs/a"]) == 75
+    # Nothing is left from the run before.
+    assert main(["0"]) == 0
+    assert main(["3"]) == 3
 
 
 @pytest.mark.parametrize(
