@@ -48,7 +48,15 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
 
 
 def refuse_unsavable(shards: Shards, run: Run) -> None:
-    """Raise ``UsageError`` for a model that a checkpoint cannot hold completely. Reads no tensor. Any rank."""
+    """Raise ``UsageError`` for a model that a checkpoint cannot hold completely, and for a resume without ``restore``.
+
+    Reads no tensor. Any rank.
+    """
+    if run.checkpoint is not None and not run.is_restored:
+        raise UsageError(
+            f"{run.checkpoint.path}: the run resumes from it, but its optimizer state and EMA are not restored, and "
+            "would start anew; call restore(run, accelerator, shards, ema) after accelerator.prepare and before Saver"
+        )
     _own_dtypes(shards, saved_names(shards, run))
     refuse_wide(shards.parameters)
 

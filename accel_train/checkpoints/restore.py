@@ -152,6 +152,7 @@ def restore(
         return 0
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
+    run.is_restored = True
     # The load has succeeded, under whatever layout. Only notices are left.
     experiment: Json = dict(run.saved["experiment"])
     if has_other_data:

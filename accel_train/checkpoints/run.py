@@ -89,6 +89,8 @@ class Run:
     """Batch sizes set from measured gradient noise so far: pairs of a step and the samples of each step after it."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
+    is_restored: bool = False
+    """``restore`` has restored ``checkpoint``."""
     _lock: Lock | None = field(default=None, repr=False)
 
     def close(self, error: type[BaseException] | None = None, *_: object) -> None:

@@ -155,6 +155,17 @@ def test_the_clock_asks_for_one_save_where_processes_hear_of_it_a_step_late(
     assert asked == [2, 4, 6, 8]
 
 
+def test_a_resume_whose_optimizer_was_not_restored_is_refused(toy: Toy, tmp_path: Path) -> None:
+    toy.train(CheckpointConfig(), steps=2)
+    again = Toy(tmp_path / "run")
+    again.run = replace(again.run, checkpoint=commit.verify(toy.run.checkpoints / manifest.checkpoint_name(2)))
+    with pytest.raises(UsageError, match=r"checkpoint_00000002: the run resumes from it, .* call restore\("):
+        again.saver(CheckpointConfig())
+    restore.restore(again.run, again.accelerator, again.average.shards, again.average)
+    with again.saver(CheckpointConfig()):
+        pass
+
+
 def test_the_save_under_way_is_finished_and_none_is_skipped(toy: Toy) -> None:
     """A save at every step: each waits for the one before, and all are there."""
     assert toy.train(CheckpointConfig(keep_last=0, save_every=1), 12) == list(range(1, 13))
