@@ -59,6 +59,21 @@ def test_a_matrix_beside_the_weight_of_each_sample_is_refused(accelerator: Accel
     finished(accelerator, [torch.ones(4, 2)], [torch.ones(4, 2)])
 
 
+def test_a_loss_of_fewer_samples_than_the_weight_is_refused(accelerator: Accelerator) -> None:
+    """As with ``loss[mask]``: the mean would be over samples that it leaves out."""
+    weight = torch.ones(4)
+    for count in (3, 5):
+        with pytest.raises(UsageError, match=rf"'main' has {count} values, but its weight 4, .*losses \* mask"):
+            finished(accelerator, [weight, weight], [weight, torch.ones(count)])
+    model = accelerator.prepare(nn.Linear(1, 1))
+    window = GradientWindow(accelerator, model, [({}, weight)], {"main": 1.0}, step=0)
+    for _ in window:
+        with pytest.raises(UsageError, match=r"metric 'error' has 3 values, but its weight 4"):
+            window.backward(weight * model.weight.sum(), metrics={"error": torch.ones(3)})
+    # Sums over tokens of another number.
+    finished(accelerator, [weight.sum()], [torch.ones(3)])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sums", [False, True])
 def test_weights_in_low_precision_divide_as_those_in_fp32(

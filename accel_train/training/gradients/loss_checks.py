@@ -70,7 +70,8 @@ def _no_tensor(kind: str, step: int, found: str, value: object) -> UsageError:
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
     """Raise ``UsageError`` for a trained term with one weight per sample, (B,), but not one loss per sample.
 
-    Such a loss is one value, (), or a matrix by mistake: (B, 1) times (B,) is (B, B). Does not wait for the device.
+    Such a loss is one value, (), one of fewer samples, or a matrix by mistake: (B, 1) times (B,) is (B, B). Does not
+    wait for the device.
     """
     for name, loss in sums.items():
         if coefficients[name] == 0 or weights[name].ndim == 0:
@@ -82,11 +83,21 @@ def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coef
                 "(reduction='none', not a mean), or the sum of these, with weight.sum() as its weight. The window "
                 "divides by the weights of the global batch"
             )
-        refuse_further_dimensions(f"loss term {name!r}", loss, weights[name])
+        refuse_other_shape(f"loss term {name!r}", loss, weights[name])
 
 
-def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None:
-    """Raise ``UsageError`` for values with more dimensions than the weights of the samples, (B,). No device wait."""
+def refuse_other_shape(what: str, values: Tensor, weight: Tensor) -> None:
+    """Raise ``UsageError`` for values with more dimensions than the weights of the samples, (B,), or of other samples.
+
+    No device wait.
+    """
+    if values.ndim == weight.ndim == 1 and len(values) != len(weight):
+        raise UsageError(
+            f"window.backward: {what} has {len(values)} values, but its weight {len(weight)}, one for each sample, and "
+            "the window divides by all of these; to leave samples out, multiply both by the mask instead of indexing "
+            "with it (losses * mask, and weight * mask for prepared.window); for values that are not of samples, give "
+            "losses.sum() and weight.sum()"
+        )
     if values.ndim > weight.ndim > 0:
         raise UsageError(
             f"window.backward: {what} has shape {tuple(values.shape)}, but its weight {tuple(weight.shape)}, one for "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
-from accel_train.training.gradients.loss_checks import refuse_further_dimensions
+from accel_train.training.gradients.loss_checks import refuse_other_shape
 from accel_train.training.parameters import summed, widest
 
 PREFIX = "train_"
@@ -51,7 +51,7 @@ class StepMetrics:
                     f"window.backward: metric {name!r} is one value, and the weight has shape {tuple(weight.shape)}, "
                     "one for each sample; give the value of each sample times its weight, not a mean"
                 )
-            refuse_further_dimensions(f"metric {name!r}", values, weight)
+            refuse_other_shape(f"metric {name!r}", values, weight)
         self._sums.append({name: values.detach().sum() for name, values in metrics.items()})
 
     def means(self) -> dict[str, float]:
