@@ -1,4 +1,4 @@
-"""Checks of the names of options and groups that may differ from those of the run at a resume."""
+"""Checks of names of options and groups: those that may differ at a resume, and those that a recipe declares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def refuse_unknown_allowed(allow: Iterable[str], experiment: Iterable[str]) -> N
 
 
 def refuse_undeclared(cls: type) -> None:
-    """Raise ``UsageError`` for a name in ``free_to_change`` of a recipe that is no option or group of its config."""
+    """Raise ``UsageError`` for a name that a recipe declares and that is no option of its config.
+
+    ``free_to_change`` may also name groups. Values of ``--smoke`` that are a function are checked when it is called.
+    """
     recipe: Any = getattr(cls, "recipe", None)
     known = option_names(cls)
     for name in getattr(recipe, "free_to_change", ()):
@@ -36,6 +39,20 @@ def refuse_undeclared(cls: type) -> None:
             raise UsageError(
                 f"free_to_change: {name!r} is neither an option of {cls.__name__} nor a group of them"
                 f"{did_you_mean(_meant(name, known))}; correct it in experiment.Recipe(free_to_change=...)"
+            )
+    smoke = getattr(recipe, "smoke", {})
+    if not callable(smoke):
+        refuse_unknown_smoke(cls, smoke)
+
+
+def refuse_unknown_smoke(cls: type, names: Iterable[str]) -> None:
+    """Raise ``UsageError`` for a value of ``--smoke`` that is of no option of the config ``cls``."""
+    known = option_names(cls)
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"smoke: {name!r} is no option of {cls.__name__}{did_you_mean(_meant(name, known))}; correct it in "
+                "experiment.Recipe(smoke=...)"
             )
 
 

@@ -28,7 +28,7 @@ from accel_train.config import (
     set_requested_output_dir,
 )
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
-from accel_train.options.allowed import refuse_undeclared
+from accel_train.options.allowed import refuse_undeclared, refuse_unknown_smoke
 from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
@@ -180,6 +180,7 @@ def _with_changes(
 def _smoke_values(base: object, flags: Mapping[str, Any]) -> dict[str, Any]:
     before = flatten(to_tree(base))
     wanted: dict[str, Any] = cast("Any", base).smoke_values(flags)
+    refuse_unknown_smoke(type(base), wanted)
     return {key: value for key, value in wanted.items() if before[key] != value}
 
 

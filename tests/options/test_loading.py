@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -134,6 +134,19 @@ def test_what_a_recipe_declares_as_free_must_be_an_option(presets: Path, monkeyp
         UsageError, match=r"'optimizers' is neither an option of Declaring .* \(did you mean 'optimizer"
     ):
         load_config(Declaring, [], presets=presets)
+
+
+@pytest.mark.parametrize("smoke", [{"optimizer.lrr": 1.0}, lambda config: {"optimizer.lrr": 1.0}])
+def test_what_a_recipe_declares_for_smoke_must_be_an_option(
+    smoke: Any, presets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Declaring, "recipe", Recipe(smoke=smoke))
+    monkeypatch.setattr(Declaring, "smoke_values", lambda self, flags: {"tags": [], **smoke(self)}, raising=False)
+    argv = ["--smoke"] if callable(smoke) else []
+    with pytest.raises(
+        UsageError, match=r"smoke: 'optimizer.lrr' is no option of Declaring \(did you mean 'optimizer.lr'"
+    ):
+        load_config(Declaring, argv, presets=presets)
 
 
 @pytest.mark.parametrize("value", ["16", "0.9"])
