@@ -12,8 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from accel_train.config import UsageError
 from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
+from accel_train.metrics.panels import HEAD
 from accel_train.metrics.progress import BY_TIME, OWN, Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.tracking.report_files import ReportFiles
@@ -142,11 +144,20 @@ class Recorder:
         if self._main:
             self._progress.advance(step)
 
-    def train(self, step: int, fields: Mapping[str, object]) -> None:
-        """Write a training line to file, trackers and console.
+    def train(self, step: int, fields: Mapping[str, object], more: Mapping[str, object] = NOTHING) -> None:
+        """Write a training line to file, trackers and console. ``more`` are a recipe's own fields.
 
-        Raises ``ValueError`` if the recipe left out one of ``TRAIN_FIELDS``.
+        Raises ``ValueError`` if one of ``TRAIN_FIELDS`` is missing, and ``UsageError`` if one of ``more`` has the name
+        of another field.
         """
+        for name in more:
+            # Metrics of the GPU are in the main process's lines only, and all processes must refuse the name.
+            if name in fields or name in HEAD or name.startswith("gpu_"):
+                raise UsageError(
+                    f"training.report(..., {name}=...): training lines have a field {name!r} of their own; give the "
+                    f"recipe's another name, such as my_{name}"
+                )
+        fields = {**fields, **more}
         missing = [name for name in TRAIN_FIELDS if name not in fields]
         if missing:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")

@@ -73,7 +73,8 @@ class Reports:
 
         Collective at log points, when processes are compared and when the gradient noise is measured. Raises
         ``ReplicasDifferError``, ``RuntimeError`` for a learning rate that ``set_learning_rate`` has not set, and
-        ``UsageError`` for a loss, or a weight of a loss term, that is not multiplied by the sample's weight.
+        ``UsageError`` for a loss, or a weight of a loss term, that is not multiplied by the sample's weight, and for
+        one of ``fields`` with the name of another.
         """
         self.throughput.end_of_step()
         self.losses.add(result)
@@ -101,7 +102,7 @@ class Reports:
             if self.gpu is not None:
                 line |= self.gpu.take()
             line |= self.run_info.fields(epoch, self.opened.batch_size(batches.step))
-            self.log.train(batches.done, {**line, **fields})
+            self.log.train(batches.done, line, fields)
         self.memory.first_step(self.log, batches.done)
         self._follow_plateau(result, batches.done)
         self._follow_noise(result, batches.done)

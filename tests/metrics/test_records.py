@@ -561,6 +561,16 @@ def test_a_training_line_that_lacks_a_field_is_the_recipes_mistake(accelerator: 
             recorder.record("trian")
 
 
+def test_a_field_of_a_recipe_does_not_replace_one_of_the_line(accelerator: Accelerator, tmp_path: Path) -> None:
+    with Recorder(accelerator, tmp_path, LogConfig(), max_steps=10) as recorder:
+        for name in ("loss", "lr", "step", "gpu_utilization"):
+            with pytest.raises(UsageError, match=rf"report\(\.\.\., {name}=\.\.\.\): .* such as my_{name}"):
+                recorder.train(10, FIELDS | {"loss": 1.0}, {"mode": "l2t", name: 3})
+        recorder.train(10, FIELDS | {"loss": 1.0}, {"mode": "l2t"})
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["event"] == "train"]
+    assert [(line["step"], line["loss"], line["mode"]) for line in lines] == [(10, 1.0, "l2t")]
+
+
 def test_a_full_disk_does_not_stop_training(
     accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
