@@ -48,8 +48,8 @@ class Ema:
         """An optimizer that moves the averages in the pass over memory that updates the weights."""
         if self.is_on and isinstance(shards.optimizer, FusedAdamW) and shards.optimizer.one_pass:
             self._fused = shards.optimizer
-        self._announced_step = -1
-        """Step whose averaging weight the optimizer was given last."""
+        self._is_announced = False
+        """Steps are announced, as ``prepared.window`` does."""
         self._owed_step: int | None = None
         """The announced step whose ``update`` is still to come."""
         self._is_left = False
@@ -70,14 +70,26 @@ class Ema:
         return list(self._averages.values())
 
     def update(self, step: int) -> None:
-        """Move the EMA towards the weights after optimizer step ``step`` (0-based)."""
-        self._owed_step = None
+        """Move the EMA towards the weights after optimizer step ``step`` (0-based).
+
+        Raises ``RuntimeError`` unless it is the announced step, and the first call for it.
+        """
+        self._settle(step)
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
         if self._fused is None or not self._fused.has_averaged:
             self._move(step)
-            return
-        assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
+
+    def _settle(self, step: int) -> None:
+        if self._is_announced and step != self._owed_step:
+            finding = "a second time in a step"
+            if self._owed_step is not None:
+                finding = f"instead of prepared.ema.update({self._owed_step})"
+            raise RuntimeError(
+                f"prepared.ema.update({step}) was called {finding}, and the EMA would not be that of the steps; call "
+                "prepared.ema.update(batches.step) once in every step, after optimizer.step()"
+            )
+        self._owed_step = None
 
     def announce(self, step: int) -> None:
         """Let the optimizer move the averages within its coming step ``step``, if it can.
@@ -91,10 +103,10 @@ class Ema:
                 "weights can be restored only on all processes together; let its error end the run, and start it "
                 "again"
             )
+        self._is_announced = True
         self._owed_step = step
         if self._fused is None:
             return
-        self._announced_step = step
         averages: dict[torch.Tensor, torch.Tensor] = {
             self.shards.parameters[name]: average for name, average in self._averages.items()
         }
@@ -179,7 +191,7 @@ class OptimizerAverage(Ema):
 
     def update(self, step: int) -> None:
         """Note that the optimizer has stepped. Its average is computed when somebody asks for it."""
-        self._owed_step = None
+        self._settle(step)
         self._is_stale = True
 
     @property

@@ -89,6 +89,22 @@ def test_a_forgotten_update_is_named_before_it_is_evaluated_or_saved(toy: Toy, t
     toy.average.require_update()
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.0])
+def test_an_update_of_another_step_or_a_second_one_is_refused(toy: Toy, decay: float) -> None:
+    average = toy.average if decay else off(toy).average
+    average.update(7)  # nobody announces
+    average.announce(1)
+    with pytest.raises(
+        RuntimeError, match=r"ema\.update\(0\) was called instead of .*update\(1\), .* once in every step"
+    ):
+        average.update(0)
+    average.update(1)
+    with pytest.raises(RuntimeError, match=r"ema\.update\(1\) was called a second time in a step"):
+        average.update(1)
+    average.announce(2)
+    average.update(2)
+
+
 def test_switched_off_it_keeps_no_tensor_and_the_average_is_the_weights(toy: Toy) -> None:
     off(toy).step(0)
     view = toy.average.shards
