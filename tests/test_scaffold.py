@@ -203,6 +203,14 @@ SAVE = "            training.save_if_due(result)\n"
         ("report(batches, result)", "report(result, batches)", 2, "result): StepResult: this type is not accepted"),
         ("return loop.finish(training)", "loop.finish(training)", 2, "main returned None, and the exit code of"),
         ("return loop.finish(training)", "return 0", 2, "main returned 0, and the exit code of loop.finish"),
+        (
+            "report(batches, result)",
+            "report(batches, result, loss=3)",
+            2,
+            "training.report(..., loss=...): training lines",
+        ),
+        ("in batches.micro_batches]", "in batches.micro_batches * 2]", 1, "window was given 2 of 1 micro-batches"),
+        ("ema.update(batches.step)", "ema.update(0)", 1, "update(0) was called instead of prepared.ema.update(1)"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],
 )

@@ -156,6 +156,12 @@ class StepCalls:
                 f"call {FINISHED} after the loop over the window, before "
                 "optimizer.step, and pass its result to training.report and training.save_if_due"
             )
+        given, required = len(evidence.rows), len(getattr(batches, "micro_batches", ()))
+        if given != required:
+            raise RuntimeError(
+                f"step {step + 1}: prepared.window was given {given} of {required} micro-batches, so the gradient is "
+                "not that of the global batch; pass all of batches.micro_batches"
+            )
 
     def require(self, step: int, *, updates: bool) -> None:
         """Raise ``RuntimeError`` if a call of step ``step`` (from 1) is missing, or the optimizer stepped twice.
