@@ -96,6 +96,7 @@ def training(
         current.close()
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping
+    # A recipe that ends without `finish` would report a stop as the end.
     unfinished.append(str(opened.run.directory))
 
 

@@ -52,6 +52,7 @@ def refuse_unsavable(shards: Shards, run: Run) -> None:
 
     Reads no tensor. Any rank.
     """
+    # At the start, because retention would soon delete the checkpoint that is to be restored.
     if run.checkpoint is not None and not run.is_restored:
         raise UsageError(
             f"{run.checkpoint.path}: the run resumes from it, but its optimizer state and EMA are not restored, and "

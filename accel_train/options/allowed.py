@@ -41,6 +41,7 @@ def refuse_undeclared(cls: type) -> None:
                 f"{did_you_mean(_meant(name, known))}; correct it in experiment.Recipe(free_to_change=...)"
             )
     smoke = getattr(recipe, "smoke", {})
+    # A function needs the values of the config, which are read later.
     if not callable(smoke):
         refuse_unknown_smoke(cls, smoke)
 

@@ -81,6 +81,7 @@ class Ema:
             self._move(step)
 
     def _settle(self, step: int) -> None:
+        # With decay 0 too, or the recipe would fail only once the EMA is on.
         if self._is_announced and step != self._owed_step:
             finding = "a second time in a step"
             if self._owed_step is not None:

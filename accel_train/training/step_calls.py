@@ -156,6 +156,7 @@ class StepCalls:
                 f"call {FINISHED} after the loop over the window, before "
                 "optimizer.step, and pass its result to training.report and training.save_if_due"
             )
+        # Equally many on every process, so that all of them raise.
         given, required = len(evidence.rows), len(getattr(batches, "micro_batches", ()))
         if given != required:
             raise RuntimeError(

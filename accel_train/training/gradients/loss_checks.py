@@ -91,6 +91,7 @@ def refuse_other_shape(what: str, values: Tensor, weight: Tensor) -> None:
 
     No device wait.
     """
+    # Sums of other shapes, such as (T,) beside (), cannot be told from right ones.
     if values.ndim == weight.ndim == 1 and len(values) != len(weight):
         raise UsageError(
             f"window.backward: {what} has {len(values)} values, but its weight {len(weight)}, one for each sample, and "
