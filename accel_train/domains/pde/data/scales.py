@@ -17,6 +17,7 @@ from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.fields import Scale
+from accel_train.store.run_file import experiment_options
 from accel_train.wording import shortened
 
 SCALES = ("input", "target", "parameter", "logarithmic")
@@ -144,8 +145,9 @@ def trained_scales(
 ) -> TrainedScales | None:
     """Read the tasks that the initial weights were trained on, and compare their names with `tasks`.
 
-    Raises `UsageError` for a resume if the tasks or their order differ, and unless ``init_tasks`` names a task of the
-    weights, or ``new``, for each of `tasks`. Returns None without such weights.
+    Raises `UsageError` for a resume if the tasks, their order or a given ``init_tasks`` differ, and for a new run
+    unless ``init_tasks`` names a task of the weights, or ``new``, for each of `tasks`. Returns None without such
+    weights.
     """
     given = f"--init_tasks {' '.join(init_tasks or ())}"
     if weights is None:
@@ -164,7 +166,9 @@ def trained_scales(
             f"each task has its own modules, found by its position: give --data.tasks {' '.join(names)}, or another "
             "--output_dir for other tasks."
         )
-    if not weights.resumes and init_tasks is not None:
+    if weights.resumes:
+        _refuse_other_modules(trained)
+    elif init_tasks is not None:
         unknown = [name for name in init_tasks if name not in (*names, NEW)]
         if unknown or len(init_tasks) != len(tasks):
             raise UsageError(
@@ -172,6 +176,22 @@ def trained_scales(
                 f"on which {trained.place} was trained, or {NEW} is required. Give {len(tasks)} of these."
             )
     return trained
+
+
+def _refuse_other_modules(trained: TrainedScales) -> None:
+    """Raise `UsageError` if a resume names other ``init_tasks`` than its run: they have no effect, even if allowed."""
+    began = experiment_options(trained.place).get("init_tasks")
+    given = trained.init_tasks
+    if given is None or (began is not None and list(given) == list(began)):
+        return
+    back = "leave --init_tasks out"
+    if began is not None:
+        back = f"give --init_tasks {' '.join(began)}, as the run began,"
+    raise UsageError(
+        f"--init_tasks {' '.join(given)}: has no effect on a resume or an evaluation, whatever --allow says: its "
+        f"modules are those of the checkpoint {trained.place}; {back} to continue, or give an unused --output_dir "
+        "with --init_from for a new run from other modules."
+    )
 
 
 def _shapes(task: FieldTask) -> dict[str, object]:

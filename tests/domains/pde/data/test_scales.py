@@ -168,6 +168,28 @@ def test_init_tasks_chooses_the_modules(tmp_path: Path, trained: FieldData) -> N
     assert start("heat", "new").origins == Origins((0, None), same_tasks=False)
 
 
+def test_a_resume_takes_no_other_modules(tmp_path: Path, trained: FieldData) -> None:
+    """Also with --allow, which the data do not see. To leave the option out is a change that --allow may accept."""
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=True)
+
+    def start(init_tasks: tuple[str, ...] | None) -> FieldData:
+        config = PdeDataConfig(path=str(tmp_path / "data"), tasks=("heat", "wave"), time_stride=1)
+        return prepare_pde(config, weights=weights, init_tasks=init_tasks)
+
+    with pytest.raises(
+        UsageError, match=r"^--init_tasks heat new: has no effect on a resume .*old; leave --init_tasks out to"
+    ):
+        start(("heat", "new"))
+    began = {"experiment": {"init_tasks": ["heat", "new"]}}
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(began))
+    for same in (("heat", "new"), None):
+        assert start(same).origins == Origins((0, 1), same_tasks=True)
+    with pytest.raises(
+        UsageError, match=r"^--init_tasks new wave: .*; give --init_tasks heat new, as the run began, to"
+    ):
+        start(("new", "wave"))
+
+
 def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, trained: FieldData) -> None:
     weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
     write(tmp_path / "data", "heat", 3.0, 16)
