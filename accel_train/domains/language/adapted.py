@@ -21,7 +21,7 @@ from accel_train.domains.models.adapters import (
     compare_bases,
     embeds_base,
     merge_adapter,
-    refuse_other_scale,
+    refuse_other_training,
     refuse_out_of_range,
     refuse_whole_model,
 )
@@ -157,7 +157,7 @@ def refuse_other_meaning(initial_weights: Path | None, tokenizer: Any, adapters:
     ``initial_weights`` is a checkpoint, or None.
     """
     tokenizers.refuse_other_pieces(tokenizer, initial_weights)
-    refuse_other_scale(initial_weights, adapters)
+    refuse_other_training(initial_weights, adapters)
 
 
 def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, reference: Mapping[str, Any] | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.lora import LoraConfig, PartOfModel, import_peft, inject, last_part
+from accel_train.domains.models.lora import Layers, LoraConfig, PartOfModel, import_peft, inject, names_of_layers
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
 from accel_train.store.exports import peft_layout
@@ -28,8 +28,6 @@ INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
 """Initialisations of adapters that leave the base unchanged. Others, such as pissa, change it."""
 BASE = "base"
 """Name that selects the base without an adapter."""
-SHOWN_LAYERS = 12
-"""Most names of layers in a message."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -55,6 +53,12 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     if not tensors:
         raise UsageError(f"{directory}: {stem}.safetensors contains no adapters; give a run with --lora.rank")
     return tensors
+
+
+def paths_of_adapter(directory: Path) -> set[str]:
+    """Return the paths of the layers with tensors of the adapter in a directory."""
+    # Not target_modules, which may be a pattern, and name layers without any.
+    return {key.removeprefix(peft_layout.PREFIX).partition(".lora_")[0] for key in read_adapter(directory)}
 
 
 def embeds_base(directory: Path) -> bool:
@@ -137,76 +141,6 @@ def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected
         )
 
 
-def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: Sequence[PartOfModel] = ()) -> None:
-    """Raise ``UsageError`` if the adapters to start from were trained with another rank, alpha or variant.
-
-    Weights trained with another alpha or with rsLoRA would fit, but be scaled by another factor than in their training.
-    ``initial_weights`` is a checkpoint, or None. A part of rank 0 has no adapters.
-    """
-    if initial_weights is None or not is_adapter(initial_weights):
-        return
-    trained = _settings(initial_weights)
-    _refuse_other_patterns(initial_weights, trained, parts)
-    pairs = _scales(config, parts, trained)
-    other = {name: pair for name, pair in pairs.items() if pair.ours != pair.theirs}
-    if other:
-        given = " and ".join(pair.given for pair in other.values())
-        required = " ".join(f"--{name} {_shown(pair.theirs)}" for name, pair in other.items())
-        raise UsageError(
-            f"{given}: the adapters of --init_from, {initial_weights}, were trained with {required}, and would "
-            f"otherwise compute something else; give {required}"
-        )
-
-
-def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOfModel]) -> None:
-    """Raise ``UsageError`` if peft's settings scale some layers differently. Their weights would fit unnoticed."""
-    patterns = {**trained.rank_pattern, **trained.alpha_pattern}
-    foreign = sorted(patterns.keys() - {part.pattern for part in parts})
-    # The patterns of a checkpoint come from this project's own options.
-    if foreign and peft_layout.folders(directory):
-        raise UsageError(
-            f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
-            "option here can set; merge them into the base with peft, and start from that"
-        )
-
-
-def refuse_other_layers(
-    initial_weights: Path | None,
-    targets: Sequence[str],
-    layers_of: Callable[[Sequence[str]], Collection[str]],
-    option: str = "lora.targets",
-    prefix: str = "",
-) -> None:
-    """Raise ``UsageError`` if the adapters to start from are on other layers than those that ``targets`` name.
-
-    ``layers_of`` returns the layers of targets in the model, or in its part whose paths begin with ``prefix``. Adapters
-    on layers that it lacks are left to the loading of the weights, which lists them.
-    """
-    if initial_weights is None or not is_adapter(initial_weights):
-        return
-    # By the tensors, because target_modules may be a pattern, and name layers that have none.
-    paths = {key.removeprefix(peft_layout.PREFIX).partition(".lora_")[0] for key in read_adapter(initial_weights)}
-    trained = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
-    if not trained or trained == set(layers_of(targets)):
-        return
-    names = names_of_layers(trained, layers_of)
-    if names:
-        required = f"--{option} {shortened(names, SHOWN_LAYERS, ' ')}"
-        raise UsageError(
-            f"{option} {' '.join(targets)}: the adapters of --init_from, {initial_weights}, were trained with "
-            f"{required}, which is {len(trained)} layers; give {required}"
-        )
-
-
-def names_of_layers(layers: Collection[str], layers_of: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
-    """Return targets that mean exactly these layers: the last parts of their paths, or else their paths."""
-    for names in (sorted({last_part(path) for path in layers}), sorted(layers)):
-        with suppress(UsageError):
-            if set(layers_of(names)) == set(layers):
-                return names
-    return []
-
-
 class _Pair(NamedTuple):
     """An option of adapters, in this run and in the training of other adapters."""
 
@@ -216,15 +150,100 @@ class _Pair(NamedTuple):
     """Option of this run that ``ours`` comes from, with its value, for an error message."""
 
 
+def refuse_other_training(
+    initial_weights: Path | None,
+    config: LoraConfig,
+    parts: Sequence[PartOfModel] = (),
+    layers: Mapping[str, Layers] | None = None,
+    beside_parts: str = "",
+) -> None:
+    """Raise ``UsageError`` if the adapters to start from have another rank, alpha or variant, or are on other layers.
+
+    Weights trained with another alpha or with rsLoRA would fit, but be scaled by another factor than in their training.
+    ``initial_weights`` is a checkpoint, or None. A part of rank 0 has no adapters. ``layers``, by option group, has
+    those to compare. ``beside_parts`` are options that a run with adapters on ``parts`` needs too. Adapters on layers
+    that the model lacks are left to the loading of the weights, which lists them.
+    """
+    if initial_weights is None or not is_adapter(initial_weights):
+        return
+    trained = _settings(initial_weights)
+    _refuse_other_patterns(initial_weights, trained, parts)
+    pairs = _scales(config, parts, trained)
+    for group, compared in (layers or {}).items():
+        pairs |= _targets(group, compared, paths_of_adapter(initial_weights))
+    other = {name: pair for name, pair in pairs.items() if pair.ours != pair.theirs}
+    if other:
+        given = ", ".join(pair.given for pair in other.values())
+        alone = _rest_alone(initial_weights, other, parts)
+        required = f"{_required(other)}{beside_parts if alone else ''}{alone}"
+        raise UsageError(
+            f"{given}: the adapters of --init_from, {initial_weights}, were trained with other values, and would "
+            f"compute something else; give {required}"
+        )
+
+
+def _required(other: Mapping[str, _Pair]) -> str:
+    options = [f"--{name} {_shown(pair.theirs)}" for name, pair in other.items()]
+    # Their rank is refused beside other options of their group.
+    off = [name.rpartition(".")[0] for name, pair in other.items() if name.endswith(".rank") and pair.theirs == 0]
+    return " ".join(options) + "".join(f", without other options of {group}" for group in off)
+
+
+def _rest_alone(directory: Path, other: Mapping[str, _Pair], parts: Sequence[PartOfModel]) -> str:
+    """Return how to start without the adapters of ``parts``, if this run has none there. Empty if it has."""
+    groups = {part.options for part in parts if part.rank == 0}
+    if not any(f"{group}.rank" in other for group in groups):
+        return ""
+    names = {f"{part.name}." for part in parts}
+    rest = [folder for beginning, folder in peft_layout.folders(directory).items() if beginning not in names]
+    if not rest:
+        return f"; or run accel-train export {directory}, and start from the other folder of adapters in it"
+    options = _required({name: pair for name, pair in other.items() if name.startswith("lora.")})
+    return f"; or, without those of {' and '.join(sorted(groups))}, --init_from {rest[0]} {options}".rstrip()
+
+
+def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOfModel]) -> None:
+    """Raise ``UsageError`` if peft's settings scale some layers differently. Their weights would fit unnoticed."""
+    patterns = {**trained.rank_pattern, **trained.alpha_pattern}
+    foreign = sorted(patterns.keys() - {part.pattern for part in parts})
+    # One option sets those of all parts of its group.
+    foreign += [part.pattern for part in parts if len(set(_of_group(part.options, parts, trained))) > 1]
+    # The patterns of a checkpoint come from this project's own options.
+    if foreign and peft_layout.folders(directory):
+        raise UsageError(
+            f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
+            "option here can set; merge them into the base with peft, and start from that"
+        )
+
+
+def _targets(group: str, layers: Layers, paths: Collection[str]) -> dict[str, _Pair]:
+    """Return the targets of this run, and those that mean the layers among ``paths``, if any do."""
+    theirs = {path for path in paths if path.startswith(tuple(layers.roots))}
+    ours = layers.default if layers.targets is None else layers.targets
+    # Without the targets of a group that this run does not train: its defaults hold if they are not given.
+    if not theirs or set(layers.of(ours)) == theirs:
+        return {}
+    names = names_of_layers(theirs, layers)
+    given = f"--{group}.targets {' '.join(ours)}" if layers.targets else f"{group}.targets null ({' '.join(ours)})"
+    return {f"{group}.targets": _Pair(" ".join(ours), " ".join(names), given)} if names else {}
+
+
 def _scales(config: LoraConfig, parts: Sequence[PartOfModel], trained: Any) -> dict[str, _Pair]:
     """Return the options that scale adapters, with those of peft's ``trained`` settings, by name."""
     options = _ranks_and_alphas("lora", config.rank, config.alpha, trained.r, trained.lora_alpha)
-    for part in parts:
-        rank = trained.rank_pattern.get(part.pattern, 0)
-        alpha = trained.alpha_pattern.get(part.pattern, trained.lora_alpha)
-        options |= _ranks_and_alphas(part.options, part.rank, part.alpha, rank, alpha)
     variant = "dora" if trained.use_dora else "rslora" if trained.use_rslora else "lora"
-    return options | {"lora.variant": _Pair(config.variant, variant, f"--lora.variant {config.variant}")}
+    options["lora.variant"] = _Pair(config.variant, variant, f"--lora.variant {config.variant}")
+    for part in parts:
+        rank, alpha = (_of_group(part.options, parts, trained) or [(0, 0.0)])[0]
+        options |= _ranks_and_alphas(part.options, part.rank, part.alpha, rank, alpha)
+    return options
+
+
+def _of_group(group: str, parts: Sequence[PartOfModel], trained: Any) -> list[tuple[int, float]]:
+    """Return rank and alpha of each part of a group that has adapters by peft's ``trained`` settings."""
+    patterns = [part.pattern for part in parts if part.options == group]
+    ranks, alphas = trained.rank_pattern, trained.alpha_pattern
+    return [(ranks[key], alphas.get(key, trained.lora_alpha)) for key in patterns if key in ranks]
 
 
 def _ranks_and_alphas(
@@ -232,8 +251,9 @@ def _ranks_and_alphas(
 ) -> dict[str, _Pair]:
     options = {f"{group}.rank": _Pair(rank, trained_rank, f"--{group}.rank {rank}")}
     if trained_rank > 0:
-        given = f"{group}.alpha null (the rank, {rank})" if alpha is None else f"--{group}.alpha {_shown(alpha)}"
-        options[f"{group}.alpha"] = _Pair(rank if alpha is None else alpha, trained_alpha, given)
+        given = f"{group}.alpha null (the rank)" if alpha is None else f"--{group}.alpha {_shown(alpha)}"
+        # Not given, it is that of the rank to give.
+        options[f"{group}.alpha"] = _Pair(trained_rank if alpha is None else alpha, trained_alpha, given)
     return options
 
 

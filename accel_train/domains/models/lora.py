@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -293,6 +294,32 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
             )
         chosen.update(matching)
     return chosen
+
+
+class Layers(NamedTuple):
+    """Layers with adapters by the targets of an option group."""
+
+    targets: Sequence[str] | None
+    """As given to this run. None: ``default``."""
+    default: Sequence[str]
+    of: Callable[[Sequence[str]], Collection[str]]
+    """Returns the paths of the layers of targets. Raises ``UsageError`` for a name without a layer."""
+    roots: Sequence[str] = ("",)
+    """Beginnings of these paths, which targets leave out."""
+
+
+def names_of_layers(paths: Collection[str], layers: Layers) -> Sequence[str]:
+    """Return targets that mean exactly the layers with these paths: a group of layers, the default, or names.
+
+    Names are the last parts of paths, or else whole paths. Returns nothing if no targets mean these layers.
+    """
+    whole = {path.removeprefix(root) for path in paths for root in layers.roots if path.startswith(root)}
+    groups = [[group] for group in GROUPS]
+    for names in (*groups, layers.default, sorted({last_part(path) for path in paths}), sorted(whole)):
+        with suppress(UsageError):
+            if set(layers.of(names)) == set(paths):
+                return names
+    return []
 
 
 def _head_of(model: nn.Module) -> str | None:

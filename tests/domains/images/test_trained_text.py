@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -232,12 +233,10 @@ def test_a_run_begins_from_an_export_as_from_the_run(tmp_path: Path) -> None:
     assert losses(train(tmp_path, "of_export", *flags, "--init_from", str(out))) == expected
     with pytest.raises(UsageError, match=r"^--text_encoders\.rank 3: the adapters of --init_from, .*out, were trained"):
         train(tmp_path, "other", *flags, "--text_encoders.rank", "3", "--init_from", str(out))
-    with pytest.raises(
-        UsageError, match=r"^lora\.targets to_q: .* with --lora\.targets to_k to_out\.0 to_q to_v, which"
-    ):
+    with pytest.raises(UsageError, match=r"^--lora\.targets to_q: .*; give --lora\.targets to_q to_k to_v to_out\.0$"):
         train(tmp_path, "other", *flags, "--lora.targets", "to_q", "--init_from", str(out))
     with pytest.raises(
-        UsageError, match=r"^text_encoders\.targets all-linear: .* --text_encoders\.targets k_proj out_pr"
+        UsageError, match=r"^--text_encoders\.targets all-linear: .* give --text_encoders\.targets attention$"
     ):
         train(tmp_path, "other", *flags, "--text_encoders.targets", "all-linear", "--init_from", str(out))
     shutil.copytree(tmp_path / "base", tmp_path / "another")
@@ -248,6 +247,34 @@ def test_a_run_begins_from_an_export_as_from_the_run(tmp_path: Path) -> None:
     (out / "unet" / "adapter_model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"out: unet/adapter_model\.safetensors changed since the export"):
         train(tmp_path, "other", *flags, "--init_from", str(out))
+
+
+def after_its_advice(error: UsageError) -> list[list[str]]:
+    """The options that a refused start from adapters says to give, and those of the other way that it names."""
+    advice = str(error).partition("; give ")[2]
+    return [shlex.split(part) for part in advice.split("; or, without those of text_encoders, ")]
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_the_advice_of_a_refused_start_is_followed_at_once(name: str, tmp_path: Path) -> None:
+    tiny.save(name, tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, name)
+    short = ("--max_steps", "1", "--evaluation.every", "0")
+    both = ("--lora.variant", "rslora", "--lora.targets", "all-linear", "--text_encoders.targets", "all-linear")
+    run = train(tmp_path, "first", *short, *FLAGS, *both, "--lora.alpha", "7")
+    out = tmp_path / "out"
+    assert cli._main(["export", str(run), str(out)]) == 0
+    plain = ("--lora.rank", "1", "--base.encoder_precision", "bf16")
+    with pytest.raises(UsageError, match=r"^--lora\.rank 1, .* --text_encoders\.targets all-linear") as refused:
+        train(tmp_path, "other", *short, *plain, "--init_from", str(out))
+    together, alone = after_its_advice(refused.value)
+    with_text = train(tmp_path, "with_text", *short, *plain, "--init_from", str(out), *together)
+    assert any("text_encoder." in key for key in weights_of(with_text, 1))
+    without = train(tmp_path, "without", *short, *plain, *alone)
+    assert not any("text_encoder." in key for key in weights_of(without, 1))
+    with pytest.raises(UsageError, match=r"give --text_encoders\.rank 0, without other options of text_encoders$"):
+        train(tmp_path, "more", *short, *plain[2:], *FLAGS, *alone, "--base.encoder_precision", "fp32")
 
 
 def drawn_by_the_base(base: Path, sampler: Mapping[str, Any]) -> Any:

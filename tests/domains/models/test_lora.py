@@ -396,10 +396,10 @@ def saved_adapters(folder: Path, config: LoraConfig, parts: list[PartOfModel]) -
 def test_adapters_to_start_from_of_the_same_scale_are_taken(variant: Any, alpha: float | None, tmp_path: Path) -> None:
     config = LoraConfig(rank=4, alpha=alpha, variant=variant)
     folder = saved_adapters(tmp_path / "run", config, PARTS)
-    adapters.refuse_other_scale(folder, config, PARTS)
-    adapters.refuse_other_scale(folder, LoraConfig(rank=4, alpha=alpha or 4, variant=variant))
-    adapters.refuse_other_scale(None, LoraConfig(rank=2))
-    adapters.refuse_other_scale(tmp_path, LoraConfig(rank=2))
+    adapters.refuse_other_training(folder, config, PARTS)
+    adapters.refuse_other_training(folder, LoraConfig(rank=4, alpha=alpha or 4, variant=variant))
+    adapters.refuse_other_training(None, LoraConfig(rank=2))
+    adapters.refuse_other_training(tmp_path, LoraConfig(rank=2))
 
 
 @pytest.mark.parametrize(
@@ -407,74 +407,106 @@ def test_adapters_to_start_from_of_the_same_scale_are_taken(variant: Any, alpha:
     [
         (
             LoraConfig(rank=4),
-            r"^lora\.alpha null \(the rank, 4\): .*run, were trained with --lora\.alpha 8, .*; give --lora\.alpha 8$",
+            r"^lora\.alpha null \(the rank\): .*run, were trained with other values, .*; give --lora\.alpha 8$",
         ),
         (LoraConfig(rank=4, alpha=2.5), r"^--lora\.alpha 2\.5: .*; give --lora\.alpha 8$"),
         (LoraConfig(rank=4, alpha=8.0, variant="rslora"), r"^--lora\.variant rslora: .*; give --lora\.variant lora$"),
         (LoraConfig(rank=4, alpha=8.0, variant="dora"), r"^--lora\.variant dora: .*; give --lora\.variant lora$"),
         (LoraConfig(rank=8, alpha=8.0), r"^--lora\.rank 8: .*; give --lora\.rank 4$"),
-        (LoraConfig(), r"^--lora\.rank 0 and lora\.alpha null .*; give --lora\.rank 4 --lora\.alpha 8$"),
+        (LoraConfig(), r"^--lora\.rank 0, lora\.alpha null .*; give --lora\.rank 4 --lora\.alpha 8$"),
+        # Its alpha is 8 now, but not with the rank to give.
+        (LoraConfig(rank=8), r"^--lora\.rank 8, lora\.alpha null .*; give --lora\.rank 4 --lora\.alpha 8$"),
     ],
 )
 def test_adapters_to_start_from_of_another_scale_are_refused(given: LoraConfig, says: str, tmp_path: Path) -> None:
     folder = saved_adapters(tmp_path / "run", LoraConfig(rank=4, alpha=8.0), [])
     with pytest.raises(UsageError, match=says):
-        adapters.refuse_other_scale(folder, given)
+        adapters.refuse_other_training(folder, given)
 
 
 def test_a_part_to_start_from_has_a_scale_of_its_own(tmp_path: Path) -> None:
     config = LoraConfig(rank=4, alpha=8.0)
     folder = saved_adapters(tmp_path / "run", config, PARTS)
-    with pytest.raises(UsageError, match=r"^text\.alpha null \(the rank, 2\): .*; give --text\.alpha 6$"):
-        adapters.refuse_other_scale(folder, config, [PARTS[0]._replace(alpha=None)])
+    with pytest.raises(UsageError, match=r"^text\.alpha null \(the rank\): .*; give --text\.alpha 6$"):
+        adapters.refuse_other_training(folder, config, [PARTS[0]._replace(alpha=None)])
     with pytest.raises(UsageError, match=r"^--text\.rank 3: .*; give --text\.rank 2$"):
-        adapters.refuse_other_scale(folder, config, [PARTS[0]._replace(rank=3)])
+        adapters.refuse_other_training(folder, config, [PARTS[0]._replace(rank=3)])
     none = PartOfModel("encoder", 0, None, "text")
-    with pytest.raises(
-        UsageError, match=r"^--text\.rank 0 and text\.alpha null .*; give --text\.rank 2 --text\.alpha 6$"
-    ):
-        adapters.refuse_other_scale(folder, config, [none])
+    says = (
+        r"^--text\.rank 0, text\.alpha null .*; give --text\.rank 2 --text\.alpha 6 --more 1; or run accel-train export"
+    )
+    with pytest.raises(UsageError, match=says):
+        # The last part has none in the checkpoint either.
+        adapters.refuse_other_training(folder, config, [none, none._replace(name="other")], beside_parts=" --more 1")
     without = saved_adapters(tmp_path / "without", config, [])
-    adapters.refuse_other_scale(without, config, [none])
-    with pytest.raises(UsageError, match=r"^--text\.rank 2: .*; give --text\.rank 0$"):
-        adapters.refuse_other_scale(without, config, PARTS)
+    adapters.refuse_other_training(without, config, [none])
+    with pytest.raises(UsageError, match=r"; give --text\.rank 0, without other options of text$"):
+        adapters.refuse_other_training(without, config, PARTS)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("rslora", "lora"), ("dora", "lora"), ("dora", "rslora")])
 def test_another_variant_to_start_from_is_refused(theirs: Any, ours: Any, tmp_path: Path) -> None:
     folder = saved_adapters(tmp_path / "run", LoraConfig(rank=4, variant=theirs), [])
     with pytest.raises(UsageError, match=rf"^--lora\.variant {ours}: .*; give --lora\.variant {theirs}$"):
-        adapters.refuse_other_scale(folder, LoraConfig(rank=4, variant=ours))
+        adapters.refuse_other_training(folder, LoraConfig(rank=4, variant=ours))
 
 
 def saved_on(folder: Path, layers: Sequence[str]) -> Path:
     """A folder as peft writes it, with adapters on some layers."""
     folder.mkdir()
     # The field may name other layers than there are tensors for.
-    (folder / peft_layout.CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "target_modules": "all-linear"}))
+    (folder / peft_layout.CONFIG_FILE).write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "target_modules": "all-linear"})
+    )
     keys = [f"{peft_layout.PREFIX}{path}.lora_{matrix}.weight" for path in layers for matrix in "AB"]
     save_file({key: torch.ones(2, 2) for key in keys}, folder / f"{peft_layout.WEIGHTS_STEM}.safetensors")
     return folder
 
 
+def layers(blocks: nn.Module, *targets: str, root: str = "") -> dict[str, lora.Layers]:
+    def of(names: Sequence[str]) -> set[str]:
+        return {f"{root}{path}" for path in target_layers(blocks, names)}
+
+    return {"text": lora.Layers(targets or None, ("to_q",), of, (root,))}
+
+
 def test_adapters_to_start_from_are_on_the_layers_of_the_targets(tmp_path: Path) -> None:
     blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("to_q", "to_k")}) for _ in range(2))
-    layers_of = partial(target_layers, blocks)
+    refuse = partial(adapters.refuse_other_training, config=LoraConfig(rank=8))
     queries = saved_on(tmp_path / "queries", ["0.to_q", "1.to_q"])
-    adapters.refuse_other_layers(queries, ["to_q"], layers_of)
-    adapters.refuse_other_layers(queries, ["0.to_q", "1.to_q"], layers_of)
-    adapters.refuse_other_layers(None, ["to_k"], layers_of)
-    adapters.refuse_other_layers(tmp_path, ["to_k"], layers_of)
-    says = (
-        r"^text\.targets to_q to_k: the adapters of --init_from, .*queries, were trained with --text\.targets to_q, "
-        r"which is 2 layers; give --text\.targets to_q$"
-    )
+    for targets in (("to_q",), ("0.to_q", "1.to_q"), ()):
+        refuse(queries, layers=layers(blocks, *targets))
+    refuse(None, layers=layers(blocks, "to_k"))
+    refuse(tmp_path, layers=layers(blocks, "to_k"))
+    says = r"^--text\.targets to_q to_k: the adapters of --init_from, .*queries, .*; give --text\.targets to_q$"
     with pytest.raises(UsageError, match=says):
-        adapters.refuse_other_layers(queries, ["to_q", "to_k"], layers_of, "text.targets")
+        refuse(queries, layers=layers(blocks, "to_q", "to_k"))
+    every = saved_on(tmp_path / "every", [f"{block}.{name}" for block in "01" for name in ("to_q", "to_k")])
+    with pytest.raises(UsageError, match=r"^text\.targets null \(to_q\): .*; give --text\.targets all-linear$"):
+        refuse(every, layers=layers(blocks))
     # One layer of its name, and of a part.
     one = saved_on(tmp_path / "one", ["part.1.to_q", "other.to_k"])
-    with pytest.raises(UsageError, match=r"which is 1 layers; give --lora\.targets 1\.to_q$"):
-        adapters.refuse_other_layers(one, ["to_q"], layers_of, prefix="part.")
+    with pytest.raises(UsageError, match=r"; give --text\.targets 1\.to_q$"):
+        refuse(one, layers=layers(blocks, root="part."))
     # Layers that the model lacks are reported when the weights are loaded.
-    foreign = saved_on(tmp_path / "foreign", ["0.to_v"])
-    adapters.refuse_other_layers(foreign, ["to_q"], layers_of)
+    refuse(saved_on(tmp_path / "foreign", ["0.to_v"]), layers=layers(blocks))
+
+
+def test_all_differences_are_one_line_of_options(tmp_path: Path) -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("to_q", "to_k")}) for _ in range(2))
+    every = saved_on(tmp_path / "every", [f"{block}.{name}" for block in "01" for name in ("to_q", "to_k")])
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ["to_q"]}
+    (every / peft_layout.CONFIG_FILE).write_text(json.dumps(settings))
+    says = r"give --lora\.rank 8 --lora\.alpha 4 --lora\.variant rslora --text\.targets all-linear$"
+    with pytest.raises(UsageError, match=says):
+        adapters.refuse_other_training(every, LoraConfig(rank=4), layers=layers(blocks))
+
+
+def test_parts_under_one_option_have_one_scale(tmp_path: Path) -> None:
+    parts = [PartOfModel(name, 2, 6.0, "text") for name in ("encoder", "encoder_2")]
+    alphas = {part.pattern: alpha for part, alpha in zip(parts, (3, 6), strict=True)}
+    folder = saved_on(tmp_path / "two", ["to_q"])
+    settings = {"peft_type": "LORA", "r": 8, "alpha_pattern": alphas, "rank_pattern": dict.fromkeys(alphas, 2)}
+    (folder / peft_layout.CONFIG_FILE).write_text(json.dumps({**settings, "lora_alpha": 8, "target_modules": ["to_q"]}))
+    with pytest.raises(UsageError, match=r"have another rank or alpha on encoder.* no option here can set"):
+        adapters.refuse_other_training(folder, LoraConfig(rank=8), parts)

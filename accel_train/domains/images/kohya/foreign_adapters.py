@@ -26,7 +26,6 @@ from accel_train.domains.images.pipelines.loading import DiffusersBase, text_enc
 from accel_train.domains.images.trained_text import adapters as trained_text
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.models import lora
-from accel_train.domains.models.adapters import names_of_layers
 from accel_train.store import strict_json
 from accel_train.store.exports.peft_layout import ADAPTER, PREFIX, WEIGHTS_STEM, by_key_of_peft
 from accel_train.wording import shortened
@@ -283,33 +282,23 @@ def _settings(part: Part, layers: Sequence[str], **patterns: Any) -> dict[str, A
 def _commands(base: DiffusersBase, parts: Mapping[str, Part], directory: Path) -> list[str]:
     """Return the options with which a run starts from the adapters."""
     name, *texts = parts
-    with torch.device("meta"):
-        denoiser = base.component(name, "fp32")
-    idle = base.family.idle(denoiser)
-    options = _options(
-        "lora", parts[name], base.family.targets, lambda targets: lora.target_layers(denoiser, targets) - idle
-    )
-    if parts[name].is_dora:
-        options += " --lora.variant dora"
     place = shlex.quote(str(directory))
     if not texts:
+        options = _options("lora", parts[name], parts[name].layers, trained_text.layers_of(base)["lora"])
         return [f"start a run from these adapters with --init_from {place} {options}"]
-    of_text = _options("text_encoders", parts[texts[0]])
+    layers = trained_text.layers_of(trained_text.with_encoders(base))
+    paths = {part: [f"{part}.{path}" for path in parts[part].layers] for part in parts}
+    options = _options("lora", parts[name], paths[name], layers["lora"])
+    of_text = [path for part in texts for path in paths[part]]
+    options_of_text = _options(trained_text.PART, parts[texts[0]], of_text, layers[trained_text.PART])
     return [
-        f"start a run from all of them with --init_from {place} {options} {of_text}",
+        f"start a run from all of them with --init_from {place} {options} {options_of_text}",
         f"or from those of the {name} alone with --init_from {shlex.quote(str(directory / name))} {options}",
     ]
 
 
-def _options(
-    group: str,
-    part: Part,
-    default: Sequence[str] = (),
-    layers_of: Callable[[Sequence[str]], Collection[str]] | None = None,
-) -> str:
+def _options(group: str, part: Part, paths: Collection[str], layers: lora.Layers) -> str:
     options = f"--{group}.rank {part.rank} --{group}.alpha {part.alpha:g}"
-    # Targets of text encoders are named by a refused start, which has the layers of all of them.
-    if layers_of is None or set(layers_of(default)) == set(part.layers):
-        return options
-    names = names_of_layers(part.layers, layers_of)
-    return f"{options} --{group}.targets {' '.join(names)}"
+    if set(layers.of(layers.default)) != set(paths):
+        options += f" --{group}.targets {' '.join(lora.names_of_layers(paths, layers))}"
+    return f"{options} --lora.variant dora" if part.is_dora and group == "lora" else options

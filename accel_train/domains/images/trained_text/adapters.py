@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.images.pipelines.loading import FAMILIES, Base, DiffusersBase
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
-from accel_train.domains.models.adapters import refuse_other_layers, refuse_other_scale
+from accel_train.domains.models.adapters import is_adapter, paths_of_adapter, refuse_other_training
 from accel_train.domains.models.lora import (
+    Layers,
     LoraConfig,
     PartOfModel,
     apply_lora,
@@ -158,36 +159,70 @@ def build(
 
     With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``. Raises ``UsageError`` if the
     adapters of the checkpoint ``initial_weights``, which are loaded later, were trained with another scale or on other
-    layers.
+    layers. This is checked first.
     """
-    # If none is trained here, those that may have been trained in the checkpoint.
-    names = base.trained_text or tuple(joint.TOKENIZERS)
-    refuse_other_scale(initial_weights, adapters, [_part(name, text) for name in names])
+    _refuse_other_training(initial_weights, base, adapters, text)
     model = base.denoiser(loading_precision(adapters, precision))
-    _refuse_other_layers(initial_weights, model, base, adapters, text)
     apply_adapters(model, base, adapters, text, precision, device)
     return model
 
 
-def _refuse_other_layers(
-    initial_weights: Path | None, model: nn.Module, base: Base, adapters: LoraConfig, text: TextEncoderConfig
+def _refuse_other_training(
+    initial_weights: Path | None, base: Base, adapters: LoraConfig, text: TextEncoderConfig
 ) -> None:
+    if initial_weights is None or not is_adapter(initial_weights):
+        return
+    # If none is trained here, those that may have been trained in the checkpoint.
+    parts = [_part(name, text) for name in base.trained_text or joint.TOKENIZERS]
+    beginnings = tuple(f"{part.name}." for part in parts)
+    with_text = any(path.startswith(beginnings) for path in paths_of_adapter(initial_weights))
+    compared = with_encoders(base) if with_text else with_frozen_text(base)
+    layers = layers_of(compared, adapters.targets, text.targets)
+    beside_text = ""
+    # A preset for a small device has these, and ``with_trained_text`` refuses them.
+    if base.config.encoder_precision != "fp32":
+        beside_text += " --base.encoder_precision fp32"
+    if base.config.offload_encoders:
+        beside_text += " --base.offload_encoders false"
+    refuse_other_training(initial_weights, adapters, parts, layers, beside_text)
+
+
+def layers_of(
+    base: Base, targets: Sequence[str] | None = None, of_text: Sequence[str] | None = None
+) -> dict[str, Layers]:
+    """Return the layers of the denoiser, and those of text encoders if the base trains them, by option group.
+
+    Reads no weights.
+    """
+    with torch.device("meta"):
+        model = base.denoiser("fp32")
     denoiser = joint.denoiser_of(model)
     idle = base.family.idle(denoiser)
+    root = f"{model.component}." if isinstance(model, DenoiserWithText) else ""
 
-    def of_denoiser(targets: Sequence[str]) -> set[str]:
-        return target_layers(denoiser, targets).difference(idle)
+    def of_denoiser(names: Sequence[str]) -> set[str]:
+        return {f"{root}{path}" for path in target_layers(denoiser, names).difference(idle)}
 
-    wanted = adapters.targets or base.family.targets
-    if not isinstance(model, DenoiserWithText):
-        refuse_other_layers(initial_weights, wanted, of_denoiser)
-        return
-    refuse_other_layers(initial_weights, wanted, of_denoiser, prefix=f"{model.component}.")
-    for name in model.encoders:
-        layers = partial(_layers_of_encoder, model, name)
-        refuse_other_layers(
-            initial_weights, text.targets or DEFAULT_TARGETS, layers, f"{PART}.targets", prefix=f"{name}."
-        )
+    found = {"lora": Layers(targets, base.family.targets, of_denoiser, (root,))}
+    if isinstance(model, DenoiserWithText):
+        encoders = model.encoders
+
+        def of_encoders(names: Sequence[str]) -> set[str]:
+            return {f"{name}.{path}" for name in encoders for path in _layers_of_encoder(model, name, names)}
+
+        roots = [f"{name}.{blocks_of(encoder)}." for name, encoder in encoders.items()]
+        found[PART] = Layers(of_text, DEFAULT_TARGETS, of_encoders, roots)
+    return found
+
+
+def with_encoders(base: Base) -> Base:
+    """Return the base with trained text encoders even if this run trains none. The base itself if it cannot."""
+    if base.trained_text or not isinstance(base, DiffusersBase):
+        return base
+    free = replace(base.config, encoder_precision="fp32", offload_encoders=False)
+    with suppress(UsageError):
+        return with_trained_text(replace(base, config=free), TextEncoderConfig(rank=1))
+    return base
 
 
 def apply_adapters(
