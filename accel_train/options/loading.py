@@ -31,6 +31,7 @@ from accel_train.options import completion, help_cache, help_text, other_recipes
 from accel_train.options.allowed import refuse_undeclared, refuse_unknown_smoke
 from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys
+from accel_train.options.other_scripts import FORMS_HERE
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.options.tree import (
     DEFAULT,
@@ -372,7 +373,7 @@ def _validator(cls: type[C]) -> TypeAdapter[C]:
 
 def _remedy(where: str, key: str) -> str:
     if where == "command line":
-        return f"correct --{key}"
+        return f"correct --{key}{FORMS_HERE.get(key, '')}"
     return f"change it in the file or with --{key}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 AS_WRITTEN = "none: not available in this recipe, captions are learned as they are written"
 REPEATS = "none: not available in this recipe, where no sample is repeated in an epoch"
+CONVOLUTIONS = "none: adapters are on linear layers alone, not on convolutions"
 DROPOUT = "none: adapters have no dropout"
 ANSWERS = "none: in completions and chats, only what the model is to answer ever counts"
 CHUNKS = "--model.loss_chunk 1024 (tokens whose logits are in memory at a time)"
@@ -53,6 +54,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "liger_fused_linear_cross_entropy": CHUNKS,
     "chunked_cross_entropy": CHUNKS,
     "blocks_to_swap": "--offload_frozen (all frozen blocks, two at a time on the device)",
+    "lowram": ABSENT,
     "enable_model_cpu_offload": "--offload_frozen",
     "enable_group_offload": "--offload_frozen",
     "torch_compile": "--compile.mode on",
@@ -72,6 +74,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "optim": "--optimizer.name",
     "optimizer_args": "--optimizer.arguments",
     "optim_args": "--optimizer.arguments",
+    "d_coef": "--optimizer.arguments d_coef=0.5 (of --optimizer.name prodigyopt:Prodigy, for one)",
     "adam_beta1": "--optimizer.betas, both of them",
     "adam_beta2": "--optimizer.betas, both of them",
     "adam_epsilon": "--optimizer.eps",
@@ -138,6 +141,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "prompt": "--text for a language model, --evaluation.prompts in training",
     "text": "--prompt for a model of pictures",
     "validation_prompt": "--evaluation.prompts",
+    "num_validation_images": "--evaluation.prompts: one picture each, and a repeated prompt is drawn from other noise",
     "sample_prompts": "--evaluation.prompts",
     "sample_every_n_steps": "--evaluation.every",
     "sample_every_n_epochs": "--evaluation.every, a number of steps",
@@ -145,6 +149,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "sample_sampler": "none: pictures are drawn by the sampler of the base",
     # Base and adapters.
     "pretrained_model_name_or_path": "--model.source for a language model, --base.source for a pipeline",
+    "revision": "--base.revision for a pipeline, --model.revision for a language model",
     "model_name_or_path": "--model.source for a language model, --base.source for a pipeline",
     "base_model": "--model.source for a language model, --base.source for a pipeline",
     "tokenizer_name": "--data.tokenizer",
@@ -174,6 +179,9 @@ NAMES_OF_OTHER_SCRIPTS = {
     "lora_dropout": DROPOUT,
     "network_dropout": DROPOUT,
     "scale_weight_norms": ABSENT,
+    "conv_dim": CONVOLUTIONS,
+    "conv_alpha": CONVOLUTIONS,
+    "block_lr_zero_threshold": "none: a block is left out if --lora.targets does not name its layers",
     "load_in_4bit": "--lora.base_precision nf4",
     "load_in_8bit": "--lora.base_precision int8",
     "use_4bit": "--lora.base_precision nf4",
@@ -183,6 +191,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "train_text_encoder": "--text_encoders.rank",
     "text_encoder_lr": "--text_encoders.lr_factor, a multiple of --optimizer.lr",
     "network_train_unet_only": "--text_encoders.rank 0, the default",
+    "train_unet_only": "--text_encoders.rank 0, the default",
     "network_train_text_encoder_only": "none: the denoiser is always trained",
     "stop_text_encoder_training": ABSENT,
     "clip_skip": "none: not available in this recipe, which reads the layer that the pipeline of the base reads",
@@ -231,6 +240,9 @@ NAMES_OF_OTHER_SCRIPTS = {
     "shuffle_caption": AS_WRITTEN,
     "keep_tokens": AS_WRITTEN,
     "keep_tokens_separator": AS_WRITTEN,
+    "secondary_separator": AS_WRITTEN,
+    "token_warmup_step": AS_WRITTEN,
+    "token_warmup_min": AS_WRITTEN,
     "caption_tag_dropout_rate": AS_WRITTEN,
     "trigger_word": "--data.caption_prefix",
     "caption_suffix": AS_WRITTEN,
@@ -245,6 +257,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "alpha_mask": "--data.mask.source alpha",
     "dataloader_num_workers": "--loader.num_workers",
     "max_data_loader_n_workers": "--loader.num_workers",
+    "persistent_data_loader_workers": "none: workers of the loader always stay from epoch to epoch",
     "dataloader_pin_memory": "--loader.pin_memory",
     "dataloader_prefetch_factor": "--loader.prefetch_factor",
     "group_by_length": "--loader.bucket_by_length",
@@ -265,6 +278,8 @@ NAMES_OF_OTHER_SCRIPTS = {
     "min_snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
     "snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
     "debiased_estimation_loss": "--objective.snr_weighting debiased",
+    "v_pred_like_loss": ABSENT,
+    "scale_v_pred_loss_like_noise_pred": ABSENT,
     "noise_offset": "--objective.offset_noise",
     "adaptive_noise_scale": ABSENT,
     "input_perturbation": ABSENT,
@@ -276,6 +291,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "weighting_scheme": "--times.density, and --times.weighting for sigma_sqrt and cosmap",
     "logit_mean": LOGIT_MEAN,
     "logit_std": "--times.logit_std",
+    "sigmoid_scale": "--times.logit_std, with --times.density logit_normal",
     "mode_scale": "--times.mode_scale",
     "discrete_flow_shift": SHIFT,
     "timestep_sampling": "--times.density",
@@ -292,6 +308,10 @@ NAMES_OF_OTHER_SCRIPTS = {
     "zero_terminal_snr": "none: the noise levels are those of the base",
 }
 """Remedy for each name of other scripts, shown instead of a guess. A value in a remedy is valid for its option."""
+FORMS_HERE = {
+    "data.resolutions": ". Give numbers separated by spaces; each is the side of a square, such as 512 for 512,512"
+}
+"""What to add to the refusal of an option's value that other scripts write otherwise."""
 
 
 def in_this_recipe(remedy: str, known: Sequence[str]) -> str:

@@ -95,6 +95,20 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
         ("lora", "--logit_mean", "use --times.logit_mean with the other sign"),
         ("lora", "--discrete_flow_shift", "use --times.shift, which comes on top of the shift of the base's"),
         ("lora", "--allow_tf32", "there is none: matrix products in fp32 are never rounded to TF32"),
+        ("lora", "--revision", "use --base.revision for a pipeline"),
+        ("causal_lm", "--revision", "use "),
+        ("lora", "--num_validation_images", "use --evaluation.prompts: one picture each"),
+        ("lora", "--sigmoid_scale", "use --times.logit_std, with --times.density logit_normal"),
+        ("lora", "--train_unet_only", "use --text_encoders.rank 0"),
+        ("lora", "--conv_dim", "there is none: adapters are on linear layers alone"),
+        ("lora", "--secondary_separator", "there is none: not available in this recipe, captions are learned as"),
+        ("lora", "--token_warmup_step", "there is none: not available in this recipe, captions are learned as"),
+        ("lora", "--v_pred_like_loss", "there is none: not available"),
+        ("lora", "--scale_v_pred_loss_like_noise_pred", "there is none: not available"),
+        ("lora", "--d_coef", "use --optimizer.arguments d_coef=0.5"),
+        ("lora", "--lowram", "there is none: not available"),
+        ("lora", "--persistent_data_loader_workers", "there is none: workers of the loader always stay"),
+        ("lora", "--block_lr_zero_threshold", "there is none: a block is left out if --lora.targets"),
         ("lora", "--use-dora", "use --lora.variant dora"),
         ("lora", "--network_weights", "use --init_from, with the file converted first"),
         ("lora", "--instance_prompt", "use --data.default_caption"),
@@ -120,3 +134,16 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
 def test_it_is_refused_with_the_name_used_here(recipe: str, flag: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{flag} is a name from other scripts; here {says}")):
         load_config(RECIPES[recipe], [flag, "1"], presets=PRESETS, default_preset=DEMOS[recipe])
+
+
+def test_a_value_in_the_form_of_other_scripts_is_refused_with_the_form_used_here() -> None:
+    says = (
+        r"resolutions: '512,512' is refused: .*; correct --data\.resolutions\. Give numbers separated by spaces; "
+        r"each is the side of a square, such as 512 for 512,512$"
+    )
+    with pytest.raises(UsageError, match=says):
+        load_config(RECIPES["lora"], ["--data.resolutions", "512,512"], presets=PRESETS, default_preset=DEMOS["lora"])
+    with pytest.raises(UsageError, match=r"512 512: each may be given only once, .* give --data\.resolutions 512$"):
+        load_config(
+            RECIPES["lora"], ["--data.resolutions", "512", "512"], presets=PRESETS, default_preset=DEMOS["lora"]
+        )

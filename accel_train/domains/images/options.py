@@ -162,7 +162,10 @@ class PictureDataConfig:
         self._refuse_prior_below()
         decoding.colour(self.background)
         if len(set(self.resolutions)) < len(self.resolutions):
-            raise UsageError(f"--data.resolutions {list(self.resolutions)}: each may be given only once.")
+            raise UsageError(
+                f"--data.resolutions {' '.join(map(str, self.resolutions))}: each may be given only once, and a number "
+                f"is the side of a square; give --data.resolutions {self.resolutions[0]}"
+            )
         if len(self.resolutions) == 1:
             because = f"with one resolution in data.resolutions: {self.resolutions[0]}"
             refuse_without_effect(self, "data", ["resolution_choice"], because, "give several")
