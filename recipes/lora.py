@@ -153,7 +153,7 @@ def evaluate(config: Config, prepared: TrainState, inputs: Inputs, denoising: De
         drawn = validation.draw(inputs.pipeline, denoising.family, inputs.embeddings, options, side, config.seed)
         compared = before_after.draw(inputs, model, options, side, config.seed)
     if prepared.accelerator.is_main_process:
-        validation.report(prepared.report_directory, step, drawn)
+        validation.report(prepared.report_directory, step, drawn, options.prompts)
         before_after.report(prepared.report_directory, compared)
         metrics |= before_after.judge(compared, options)
     logs.info(logger, objective.summary(metrics), *before_after.summary(metrics, options))

@@ -109,7 +109,7 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
     font = ImageFont.load_default(size=11)
     for row, prompt in enumerate(prompts):
         top = HEADER + row * (cell[1] + GAP)
-        pen.multiline_text((GAP, top + GAP), _wrapped(prompt), fill="black", font=font)
+        pen.multiline_text((GAP, top + GAP), wrapped(prompt), fill="black", font=font)
     for number, column in enumerate(columns):
         left = LABEL + number * (cell[0] + GAP)
         pen.text((left, 2), column.title, fill="black", font=font)
@@ -120,10 +120,11 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
     return grid
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str, width: int = 30, lines: int = 5) -> str:
+    """Return the text in at most ``lines`` lines of ``width`` letters. Dots stand for what is cut off."""
     import textwrap
 
-    return "\n".join(textwrap.wrap(text, 30)[:5])
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder="..."))
 
 
 def _stacked(pictures: Tensor) -> Image.Image:

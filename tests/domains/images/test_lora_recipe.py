@@ -283,28 +283,60 @@ def contents(path: Path) -> tuple[dict[str, object], bytes]:
     return json.loads(stored[8 : 8 + length]), stored[8 + length :]
 
 
+def labels_of(grid: Image.Image, width: int, height: int) -> tuple[Image.Image, list[Image.Image]]:
+    """What is above pictures of this size in all, and the labels to the left of them, one for each row."""
+    left, top = grid.width - width, grid.height - height
+    step = validation.CELL + validation.MARGIN
+    rows = range(top, grid.height, step)
+    return grid.crop((left, 0, grid.width, top)), [grid.crop((0, row, left, row + step)) for row in rows]
+
+
 def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "step_5 (copy).png").write_text("of a person")
+    side = validation.CELL
+    dark = torch.zeros(3, side, side)
     for step in (5, 10):
-        validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 10), torch.zeros(3, 8, 8)])
+        validation.report(tmp_path, step, [torch.full((3, side, side), step / 10), dark], ["a cat", "a dog"])
     # Resumed before the second: its row is of another training.
-    validation.report(tmp_path, 7, [torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)])
+    validation.report(tmp_path, 7, [dark, dark], ["a cat", "a dog"])
+    both = 2 * side + validation.MARGIN
     with Image.open(tmp_path / "pictures.png") as grid:
-        assert grid.size == (8 + 4 + 8, 8 + 4 + 8)
-        assert grid.getpixel((2, 2)) == (191, 191, 191)
-        assert grid.getpixel((2, 14)) == (128, 128, 128)
+        left, top = grid.width - both, grid.height - both
+        assert grid.getpixel((left + 2, top + 2)) == (191, 191, 191)
+        assert grid.getpixel((left + 2, top + side + validation.MARGIN + 2)) == (128, 128, 128)
+        head, (first, second) = labels_of(grid, both, both)
+    for text in (head.crop((0, 0, side, head.height)), head.crop((side, 0, *head.size)), first, second):
+        assert text.getextrema() != ((255, 255),) * 3, "without a label"
+    assert first.tobytes() != second.tobytes()
+
+
+def test_a_row_of_other_prompts_is_marked(tmp_path: Path) -> None:
+    side = validation.CELL
+    labels: list[bytes] = []
+    for prompts in (["a cat"], ["a dog"]):
+        validation.report(tmp_path, 5, [torch.zeros(3, side, side)], prompts)
+        validation.report(tmp_path, 6, [torch.zeros(3, side, side)], ["a dog"])
+        with Image.open(tmp_path / "pictures.png") as grid:
+            _, rows = labels_of(grid, side, 2 * side + validation.MARGIN)
+            # Only the step's letters.
+            labels.append(rows[0].tobytes())
+            assert rows[1].getextrema() != ((255, 255),) * 3
+    assert labels[0] != labels[1]
 
 
 def test_the_grid_of_many_steps_has_ten_evenly_spaced_rows(tmp_path: Path) -> None:
     for step in range(1, 29):
-        validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 50)])
+        validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 50)], ["a cat"])
     rows = [tmp_path / "pictures" / f"step_{step:08d}.png" for step in range(1, 29, 3)]
+    scale = validation.CELL // 8
     with Image.open(tmp_path / "pictures.png") as grid:
-        assert grid.size == (8, 10 * 8 + 9 * 4)
+        left, top = grid.width - 8 * scale, grid.height - 10 * 8 * scale - 9 * validation.MARGIN
         for number, file in enumerate(rows):
+            above = top + number * (8 * scale + validation.MARGIN)
+            shown = grid.crop((left, above, grid.width, above + 8 * scale))
             with Image.open(file) as row:
-                assert grid.crop((0, 12 * number, 8, 12 * number + 8)).tobytes() == row.tobytes()
+                assert shown.resize((8, 8), Image.Resampling.NEAREST).tobytes() == row.tobytes()
     assert len(list((tmp_path / "pictures").iterdir())) == 28
 
 
@@ -312,10 +344,10 @@ def test_the_grid_of_many_steps_has_ten_evenly_spaced_rows(tmp_path: Path) -> No
 def test_an_earlier_row_that_cannot_be_read_is_named(
     content: Callable[[], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    validation.report(tmp_path, 5, [torch.zeros(3, 8, 8)])
+    validation.report(tmp_path, 5, [torch.zeros(3, 8, 8)], ["a cat"])
     row = tmp_path / "pictures" / "step_00000005.png"
     row.write_bytes(content())
-    validation.report(tmp_path, 10, [torch.zeros(3, 8, 8)])
+    validation.report(tmp_path, 10, [torch.zeros(3, 8, 8)], ["a cat"])
     assert f"pictures.png could not be written ({row}: " in caplog.text
     assert (tmp_path / "pictures" / "step_00000010.png").exists()
 

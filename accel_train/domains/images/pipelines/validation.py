@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from accel_train.config import (
     refuse_without_effect,
 )
 from accel_train.domains.images.demo.emoji import check_groups
-from accel_train.domains.images.grids import evenly, opened_picture
+from accel_train.domains.images.grids import CELL, evenly, opened_picture, wrapped
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
@@ -34,6 +36,12 @@ ROWS = 10
 """Evaluations in the grid: the first, the newest, and some between them."""
 MARGIN = 4
 """Pixels between pictures."""
+PROMPTS = "prompts"
+"""Text in the file of a row: its prompts, as JSON."""
+HEAD_LINES = 4
+"""Most lines of a prompt above its column."""
+SMALLEST_LETTERS = 11
+"""Smallest size of a label, in pixels. In wide columns they are larger."""
 
 
 @dataclass(frozen=True)
@@ -121,38 +129,63 @@ def draw(
     return pictures
 
 
-def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
-    """Write the pictures of a step as one row, and ``ROWS`` of the rows so far as ``pictures.png``.
+def report(directory: Path, step: int, pictures: Sequence[Tensor], prompts: Sequence[str]) -> None:
+    """Write the pictures of a step as one row, and ``ROWS`` of the rows so far as ``pictures.png``, with labels.
 
-    Call it on the main process. A write error, or an earlier row that cannot be read, is logged as a warning.
+    ``pictures`` (3, S, S) are those of the ``prompts``. Call it on the main process. A write error, or an earlier row
+    that cannot be read, is logged as a warning.
     """
     if not pictures:
         return
+    from PIL.PngImagePlugin import PngInfo
+
+    noted = PngInfo()
+    noted.add_itxt(PROMPTS, json.dumps(prompts))
     try:
         folder = directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        _in_a_row(pictures).save(folder / f"{STEP}{step:08d}.png")
-        files = [file for other, file in files_of_steps(folder, ".png").items() if other <= step]
-        _below_each_other(evenly(files, ROWS)).save(directory / GRID)
+        _in_a_row(pictures).save(folder / f"{STEP}{step:08d}.png", pnginfo=noted)
+        rows = [row for row in files_of_steps(folder, ".png").items() if row[0] <= step]
+        _below_each_other(evenly(rows, ROWS), prompts, pictures[0].shape[-1]).save(directory / GRID)
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", directory / GRID, error)
 
 
-def _below_each_other(files: Sequence[Path]) -> Any:
-    """Stack rows of pictures. Only one of them is in memory at a time, beside the result."""
-    from PIL import Image
+def _below_each_other(rows: Sequence[tuple[int, Path]], prompts: Sequence[str], side: int) -> Any:
+    """Stack rows of pictures of ``side`` pixels, each with its step, below their prompts.
 
+    Only one of them is in memory at a time, beside the result. Small pictures are enlarged unsmoothed.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    scale = max(1, round(CELL / side))
+    column = (side + MARGIN) * scale
+    font = ImageFont.load_default(size=max(SMALLEST_LETTERS, column // 30))
+    pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    heads = [wrapped(prompt, int(column / font.getlength("n")), HEAD_LINES) for prompt in prompts]
     sizes: list[tuple[int, int]] = []
-    for file in files:
+    names: list[str] = []
+    for step, file in rows:
         with opened_picture(file) as row:
-            sizes.append(row.size)
-    width = max(width for width, _ in sizes)
-    grid = Image.new("RGB", (width, sum(height + MARGIN for _, height in sizes) - MARGIN), "white")
-    top = 0
-    for file, (_, height) in zip(files, sizes, strict=True):
+            sizes.append((row.width * scale, row.height * scale))
+            # A resumed run may have other prompts than its earlier rows.
+            is_same = row.info.get(PROMPTS) == json.dumps(prompts)
+            names.append(f"step {step}" if is_same else f"step {step}\n(other prompts)")
+    # Labels have a margin on both sides.
+    left, top = (
+        max(math.ceil(pen.multiline_textbbox((0, 0), text, font=font)[end]) for text in texts) + 2 * MARGIN
+        for texts, end in ((names, 2), (heads, 3))
+    )
+    width, height = max(width for width, _ in sizes), sum(height + MARGIN for _, height in sizes) - MARGIN
+    grid = Image.new("RGB", (left + width, top + height), "white")
+    pen = ImageDraw.Draw(grid)
+    for number, head in enumerate(heads):
+        pen.multiline_text((left + number * column, MARGIN), head, fill="black", font=font)
+    for (_, file), name, size in zip(rows, names, sizes, strict=True):
+        pen.multiline_text((MARGIN, top), name, fill="black", font=font)
         with opened_picture(file) as row:
-            grid.paste(row.convert("RGB"), (0, top))
-        top += height + MARGIN
+            grid.paste(row.convert("RGB").resize(size, Image.Resampling.NEAREST), (left, top))
+        top += size[1] + MARGIN
     return grid
 
 
