@@ -10,8 +10,9 @@ from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_if_usable
+from accel_train.domains.images.pipelines.components import not_loaded
 from accel_train.domains.images.pipelines.family import INDEX
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, not_loaded
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.pipeline import settings
 from accel_train.store import manifest
 from accel_train.store.pretrained_base import (

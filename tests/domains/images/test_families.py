@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import gc
 import logging
 import re
@@ -191,6 +192,28 @@ def test_a_folder_of_a_component_is_refused_with_that_of_its_pipeline(bases: dic
     with pytest.raises(UsageError, match=message):
         find_base(BaseConfig(source=f"{folder}/unet"))
     with pytest.raises(UsageError, match=r"no model_index.json, so it is not a diffusers pipeline; give a folder that"):
+        find_base(BaseConfig(source=str(tmp_path)))
+
+
+def test_a_mistyped_folder_is_named_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bases" / "sdxl").mkdir(parents=True)
+    says = rf"base.source 'bases/sdlx': there is no folder {tmp_path}/bases/sdlx \(did you mean 'bases/sdxl'\?\). As"
+    with pytest.raises(UsageError, match=says):
+        find_base(BaseConfig(source="bases/sdlx"))
+    with pytest.raises(UsageError, match=r"base.source 'other/sdxl' cannot be loaded"):
+        find_base(BaseConfig(source="other/sdxl"))
+
+
+@pytest.mark.parametrize("mark", ["", "assets/assets.json"])
+def test_adapters_given_as_a_base_are_refused_as_such(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "me/base"}))
+    if mark:
+        # As in an export of a run.
+        (tmp_path / mark).parent.mkdir()
+        (tmp_path / mark).write_text("{}")
+    says = rf"{tmp_path} holds adapters .*give --base.source me/base --init_from {tmp_path}; or .*RUN FOLDER --merged"
+    with pytest.raises(UsageError, match=says):
         find_base(BaseConfig(source=str(tmp_path)))
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.images.pipelines.family import INDEX
-from accel_train.domains.models.pretrained import UNREAD, refuse_missing, without_notices_of_imports
+from accel_train.domains.models.pretrained import UNREAD, near_folder, refuse_missing, without_notices_of_imports
 from accel_train.store import strict_json
+from accel_train.store.exports import peft_layout
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
@@ -34,10 +35,35 @@ def refuse_other_folder(folder: Path, source: str) -> None:
     """Raise ``UsageError`` for a folder that holds no pipeline, such as one of its components."""
     if (folder / INDEX).exists():
         return
+    refuse_adapters(folder, source)
     remedy = "give a folder that save_pretrained of a pipeline wrote, or a Hub id"
     if (folder.parent / INDEX).is_file():
         remedy = f"it is a component of the pipeline in the folder above; give --base.source {folder.parent}"
     raise UsageError(f"base.source {source!r}: the folder has no {INDEX}, so it is not a diffusers pipeline; {remedy}")
+
+
+def refuse_adapters(folder: Path, source: str) -> None:
+    """Raise ``UsageError`` for a folder of adapters given as a base."""
+    if (folder / peft_layout.CONFIG_FILE).is_file():
+        base = _read(folder / peft_layout.CONFIG_FILE).get("base_model_name_or_path") or "BASE"
+        raise UsageError(
+            f"base.source {source!r}: {folder} holds adapters ({peft_layout.CONFIG_FILE}), not a whole pipeline; to "
+            f"train them further, give --base.source {base} --init_from {source}; or export their run with accel-train "
+            "export RUN FOLDER --merged, and give FOLDER"
+        )
+
+
+def not_loaded(source: str, error: Exception) -> str:
+    """Return the message for a pipeline that cannot be loaded. A folder that is probably meant comes first."""
+    path = expand_path(source)
+    missing = ""
+    if "/" in source and not path.exists() and path.parent.is_dir():
+        missing = f": there is no folder {path}{near_folder(source)}. As a Hub id it"
+    return (
+        f"base.source {source!r}{missing} cannot be loaded ({type(error).__name__}: "
+        f"{' '.join(str(error).split())[:200]}). The Hub id or folder of a diffusers pipeline, with {INDEX} and "
+        "safetensors weights, is required (without a network it must be in the cache)."
+    )
 
 
 @contextmanager
@@ -63,7 +89,7 @@ def quiet() -> Generator[None]:
 
 def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
     """Return height and width in pixels of the largest picture that a pipeline has positions for. None if no limit."""
-    config, vae = (_config(directory / component) for component in (denoiser, "vae"))
+    config, vae = (_read(directory / component / CONFIG) for component in (denoiser, "vae"))
     positions = config.get("pos_embed_max_size")
     if not isinstance(positions, int):
         return None
@@ -71,9 +97,9 @@ def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
     return side, side
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     try:
-        return strict_json.read_object(folder / CONFIG)
+        return strict_json.read_object(file)
     except (OSError, ValueError):  # its loader reports what is wrong
         return {}
 

@@ -138,7 +138,7 @@ class DiffusersBase:
 
     def _model(self, component: str, precision: Precision) -> Any:
         """Load a denoiser, VAE or text encoder in eval mode, with all of its weights."""
-        options = {"dtype": dtype_of(precision), "variant": self._variant(component)}
+        options = {"dtype": dtype_of(precision), "variant": self.variant_of(component)}
         return components.load_model(self._class(component), self.source, self.directory / component, **options)
 
     def _class(self, component: str) -> Any:
@@ -163,7 +163,7 @@ class DiffusersBase:
         return PretrainedBase(self.source, directory, tuple(names), self.revision, defining, self.directory, UNREAD)
 
     def _weight_files(self, component: str) -> list[str]:
-        return self._weights_of(component, self._variant(component))
+        return self._weights_of(component, self.variant_of(component))
 
     def _weights_of(self, component: str, variant: str | None) -> list[str]:
         """Return the names of the files, one or several, from which a component may be loaded."""
@@ -173,7 +173,7 @@ class DiffusersBase:
         pattern = re.compile(rf"{_stem(component)}({dotted}{part}|{part}{dotted})\.safetensors")
         return sorted(path.name for path in (self.directory / component).glob("*") if pattern.fullmatch(path.name))
 
-    def _variant(self, component: str) -> str | None:
+    def variant_of(self, component: str) -> str | None:
         """Return the variant of a component's files. None if it has no such files, which only a denoiser must have."""
         variant = self.config.variant
         is_missing = not self._weights_of(component, variant)
@@ -236,7 +236,7 @@ class DiffusersBase:
                     **parts,
                 )
             except (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-                raise UsageError(not_loaded(self.source, error)) from None
+                raise UsageError(components.not_loaded(self.source, error)) from None
         pipeline.set_progress_bar_config(disable=True)
         if self.config.offload_encoders:
             for encoder in text_encoders(pipeline).values():
@@ -337,7 +337,10 @@ def find_base(config: BaseConfig) -> Base:
             f"base.prompt_tokens {config.prompt_tokens}: the text encoders of {family.name} have a fixed length; "
             "leave it out"
         )
-    return DiffusersBase(config, path, family, revision)
+    base = DiffusersBase(config, path, family, revision)
+    # Before anything is encoded.
+    base.variant_of(family.denoiser)
+    return base
 
 
 def _require_diffusers() -> None:
@@ -359,16 +362,8 @@ def _download(config: BaseConfig) -> Path:
             source, revision=config.revision, variant=config.variant, use_safetensors=True
         )
     except Exception as error:  # failures of hub, network and format have no common type
-        raise UsageError(not_loaded(source, error)) from None
+        raise UsageError(components.not_loaded(source, error)) from None
     return Path(found)
-
-
-def not_loaded(source: str, error: Exception) -> str:
-    return (
-        f"base.source {source!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-        f"The Hub id or folder of a diffusers pipeline, with {INDEX} and safetensors weights, is required (without "
-        "a network it must be in the cache)."
-    )
 
 
 def _index(directory: Path, source: str | None = None) -> dict[str, Sequence[Any]]:
@@ -376,7 +371,7 @@ def _index(directory: Path, source: str | None = None) -> dict[str, Sequence[Any
     try:
         found = strict_json.read_object(directory / INDEX, MAX_INDEX_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(not_loaded(source or str(directory), error)) from None
+        raise UsageError(components.not_loaded(source or str(directory), error)) from None
     index: dict[str, Sequence[Any]] = {}
     for name, kind in found.items():
         if isinstance(kind, list) and len(cast("list[Any]", kind)) == 2:

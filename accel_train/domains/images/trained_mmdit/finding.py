@@ -10,6 +10,7 @@ from accel_train.config import UsageError, expand_path, refuse_without_effect
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.pipelines import components
 from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.domains.images.trained_mmdit.run_base import ASSETS, HUB, MMDiTBase
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
@@ -37,6 +38,7 @@ def find(config: BaseConfig) -> MMDiTBase:
     source = str(config.source)
     _refuse_options(config)
     directory = _directory(source)
+    components.refuse_adapters(directory, source)
     try:
         described = strict_json.read_object(directory / "config.json")
     except (OSError, ValueError) as error:
