@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=TrainedModel)
 
-HUB = "hub:"
 DOMAINS = "accel_train.domains"
 ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*)")
 """Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
@@ -127,10 +126,10 @@ def _find_adapter(name: str, place: Place) -> Path:
 
 def find(place: Place) -> Path:
     """Return the directory with the model at ``place``, its files verified. Downloads one from the Hub."""
-    if isinstance(place, str) and place.startswith(HUB):
+    if isinstance(place, str) and place.startswith(places.HUB):
         from accel_train.hub.download import download_once
 
-        return download_once(place.removeprefix(HUB))
+        return download_once(place.removeprefix(places.HUB))
     path = expand_path(place)
     if path.name.startswith(names.UNFINISHED):
         raise UsageError(
@@ -142,7 +141,7 @@ def find(place: Place) -> Path:
     if is_export and not manifest.NAME.fullmatch(path.name) and not (path / manifest.MANIFEST).is_file():
         verify_export(path, PROOFS)
         return path
-    checkpoint, skipped = places.newest_at(path)
+    checkpoint, skipped = places.newest_at(place)
     # A warning, because without the damaged checkpoint the model is that of an earlier step.
     for reason in skipped:
         logger.warning("skipped: %s", reason)

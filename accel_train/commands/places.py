@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest, run_file
+from accel_train.store.exports.verification import EXPORTED_OPTIONS
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
+
+HUB = "hub:"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,12 @@ def find_place(text: str | os.PathLike[str]) -> Place:
         return Place(path, found, path.parent)
     if found:
         return Place(path, found, None)
+    upload = ""
+    if (path / EXPORTED_OPTIONS).is_file():
+        upload = f"; it is an export, which goes to the Hub with: hf upload OWNER/NAME {shlex.quote(str(path))}"
     raise UsageError(
         f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it contains "
-        f"{contents(path)}; give one of these"
+        f"{contents(path)}; give one of these{upload}"
     )
 
 
@@ -82,9 +91,22 @@ def find_run(text: str | os.PathLike[str]) -> tuple[Place, Path]:
 def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at a path, or the newest verified one of a run, and the reasons for skipping newer ones.
 
-    Hashes every file it considers. Raises ``UsageError`` if nothing verifies.
+    Downloads one that was pushed to the Hub, ``hub:org/name``, ``hub:org/name@1200`` or ``hub:org/name@REVISION``.
+    Hashes every file it considers. Raises ``UsageError`` if nothing verifies, and ``HubError`` if the Hub cannot be
+    reached.
     """
-    place = find_place(text)
+    if isinstance(text, str) and text.startswith(HUB):
+        # Here, because only this place needs it.
+        from accel_train.hub.download import download_once
+
+        downloaded = download_once(text.removeprefix(HUB))
+        return commit.open_verified(downloaded), []
+    try:
+        place = find_place(text)
+    except UsageError as error:
+        if not REPOSITORY.fullmatch(str(text)) or expand_path(text).exists():
+            raise
+        raise UsageError(f"{error}; for the Hub: {HUB}{text}") from None
     # A damaged checkpoint does not stop the search: the run itself would resume from the one before it.
     reasons: list[str] = []
     for path in reversed(place.checkpoints):

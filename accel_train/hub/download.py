@@ -265,7 +265,8 @@ def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None, att
     if isinstance(error, RemoteEntryNotFoundError):
         raise UsageError(
             f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
-            f"accel_train, or only in part; for plain weights: {_command(repo, revision)}, then --init_from FOLDER"
+            f"accel_train, or only in part; for an uploaded export or plain weights: {_command(repo, revision)}, and "
+            "give FOLDER, or --init_from FOLDER"
         )
     if problem.status in (401, 403, 404):
         raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
