@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -56,7 +57,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
         sections.append((title, _excerpt(name, texts[name])))
     sections.append(("How to use", _usage(described, about, facts)))
     sections.append(("How to load", _loading(checkpoint, facts)))
-    sections.append(("How it was trained", f"```bash\n{facts.command}\n```" if facts.command else ""))
+    sections.append(("How it was trained", _command(facts.command)))
     sections.append(("Options", _options(checkpoint)))
 
     name = facts.repo_id.split("/")[-1]
@@ -159,7 +160,7 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     rows = {
         "Step": checkpoint.step,
         "Samples seen": manifest.get("samples_seen"),
-        "Epoch": manifest.get("epoch"),
+        "Epoch": _rounded(manifest.get("epoch")),
         "Run": manifest.get("run_id"),
         "Written": manifest.get("written_at"),
         "Optimizer state": state,
@@ -168,6 +169,10 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     text = "A checkpoint written by accel_train during training. `manifest.json` holds the sha256 of every file."
     known = {title: value for title, value in rows.items() if value is not None}
     return f"{text}\n\n{_table(('', ''), known)}"
+
+
+def _rounded(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _report_files(texts: Mapping[str, bytes], ending: str, step: int) -> list[tuple[str, str]]:
@@ -245,6 +250,19 @@ def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
         lines.append(f"    weights |= load_file(hf_hub_download({where}, name, {revision}))")
         parts.append(f"With safetensors alone:\n\n{_python(lines)}")
     return "\n\n".join(parts)
+
+
+def _command(command: str | None) -> str:
+    """Return the training command, without the folders around the recipe on the machine of the training."""
+    try:
+        script, *rest = shlex.split(command or "")
+    except ValueError:
+        return ""
+    path = PurePosixPath(script)
+    if path.is_absolute():
+        path = PurePosixPath(path.parent.name, path.name)
+    words = ["python", str(path)] if path.suffix == ".py" else [path.name]
+    return f"```bash\n{shlex.join([*words, *rest])}\n```"
 
 
 def _weights(files: Mapping[str, Any], stem: str) -> list[str]:

@@ -1324,6 +1324,28 @@ def test_the_card_of_an_earlier_step_shows_its_own_samples(
     assert "Fields" not in build_card(Checkpoint(tmp_path, step, {}), texts, CardFacts(REPO, "main"))
 
 
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        ("/home/x/recipes/causal_lm.py demo --seed 7", "python recipes/causal_lm.py demo --seed 7"),
+        ("'/home/x y/recipes/lora.py' --data.path 'a b'", "python recipes/lora.py --data.path 'a b'"),
+        ("mine.py", "python mine.py"),
+        ("/venv/bin/train --seed 7", "train --seed 7"),
+    ],
+)
+def test_the_command_names_no_folder_of_the_machine(tmp_path: Path, recorded: str, shown: str) -> None:
+    checkpoint = Checkpoint(tmp_path, 7, {"epoch": 0.01897608222968966})
+    card = build_card(checkpoint, {}, CardFacts(REPO, "main", command=recorded))
+    assert f"```bash\n{shown}\n```" in card
+    assert "| Epoch | 0.01898 |" in card
+
+
+@pytest.mark.parametrize("command", ["", "'"])
+def test_a_command_that_is_not_one_is_left_out(tmp_path: Path, command: str) -> None:
+    card = build_card(Checkpoint(tmp_path, 7, {}), {}, CardFacts(REPO, "main", command=command))
+    assert "How it was trained" not in card
+
+
 def test_the_card_publishes_neither_baselines_nor_counts_as_results(server: HubServer, run: Path) -> None:
     from accel_train.domains.pde.scores import LABELS
 
@@ -1423,7 +1445,7 @@ def test_the_card_says_how_to_use_the_model_and_under_which_licence(
     assert card.data.metrics == ["l2t_nll"]
     results = card.data.eval_results or []
     assert [(r.dataset_name, r.metric_value) for r in results] == [("held-out texts of org/texts", 2.5)]
-    assert f"```bash\n{command}\n```" in card.text
+    assert f"```bash\npython {command}\n```" in card.text
     lines = re.findall(r"```python\n(from accel_train import load\n.*?)\n```", card.text, re.DOTALL)[0].splitlines()
     assert lines[1] == 'pipeline = load("hub:org/model@step-00000003")'
     assert len(lines) == 3
