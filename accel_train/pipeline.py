@@ -27,6 +27,9 @@ ADAPTER_DESCRIPTION = "pipeline.json"
 """Counterpart of config.json for adapters: next to a config.json, transformers would take their weights for a whole
 model's."""
 
+PLACE = "REPOSITORY"
+"""Stands for the arguments that name the repository and its revision, in code for the card on the Hub."""
+
 T = TypeVar("T", bound="TrainedModel", covariant=True)
 
 
@@ -138,9 +141,10 @@ def describe(
     """Return config.json of a model: its architecture, ``shape``, and how it is used.
 
     ``shape`` is a dataclass, or the config.json of another library, whose earlier description, if any, is replaced.
-    Options map names to dataclasses or plain values. ``card`` may have ``datasets`` (Hub ids), ``base_model`` and
-    ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the architecture and
-    leaves out the rest.
+    Options map names to dataclasses or plain values. ``card`` may have ``datasets`` (Hub ids), ``base_model``,
+    ``measured_on`` (the data of the metrics) and ``other_programs``: mappings with ``program``, its ``code`` for
+    ``PLACE``, and for adapters the file of an export that it ``needs``. ``from_pretrained`` of the model's class reads
+    the architecture and leaves out the rest.
     """
     architecture = _plain_architecture(shape)
     taken = sorted({*DESCRIBED, "format"} & architecture.keys())

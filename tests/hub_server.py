@@ -430,7 +430,7 @@ def _date() -> str:
 @contextmanager
 def serving(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
     """A server that this process and its children take for the Hub, with a token that may write."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_api
     from huggingface_hub.utils._http import close_session
 
     hub = HubServer()
@@ -455,6 +455,8 @@ def serving(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
         "HF_TOKEN_PATH": str(home / "token"),
     }.items():
         monkeypatch.setattr(constants, name, constant)
+    # The functions of the package, called by peft and diffusers, share one client made at the import.
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
     close_session()
     try:
         yield hub

@@ -13,6 +13,7 @@ from typing import Any, cast
 from accel_train.metrics.panels import is_count
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.tracking.report_files import NOT_OF_AN_EVALUATION
+from accel_train.pipeline import PLACE
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import EVALUATION_FILE, REPORT, STEP
@@ -36,6 +37,8 @@ class CardFacts:
     """Training command, secrets hidden."""
     labels: Labels = field(default_factory=Labels)
     """Labels of the metrics, which tell those of baselines."""
+    others: Sequence[str] = ()
+    """Files of adapters for other programs in the push."""
 
 
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
@@ -43,8 +46,8 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
 
     ``texts`` are the other files of the push. The card shows the pictures and Markdown texts of the report
     among them: those of this step, else the last ones under their own step. ``description`` is config.json. Its
-    ``card`` has the recipe's entries for this page: ``pipeline_tag``, ``datasets``, ``base_model``, ``measured_on`` and
-    ``usage``. Never raises: unreadable parts are left out.
+    ``card`` has the recipe's entries for this page: ``pipeline_tag``, ``datasets``, ``base_model``, ``measured_on``,
+    ``usage`` and ``other_programs``. Never raises: unreadable parts are left out.
     """
     described: Mapping[str, Any] = description if isinstance(description, Mapping) else {}
     card: Any = described.get("card")
@@ -56,7 +59,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
     for title, name in _report_files(texts, ".md", checkpoint.step):
         sections.append((title, _excerpt(name, texts[name])))
     sections.append(("How to use", _usage(described, about, facts)))
-    sections.append(("How to load", _loading(checkpoint, facts)))
+    sections.append(("How to load", _loading(checkpoint, about, facts)))
     sections.append(("How it was trained", _command(facts.command)))
     sections.append(("Options", _options(checkpoint)))
 
@@ -224,8 +227,8 @@ def _excerpt(name: str, content: bytes) -> str:
     return f"{shown}\n\nMore in [{PurePosixPath(name).name}]({name})."
 
 
-def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
-    """Return code to load with the recipe's class, if known, and with plain safetensors."""
+def _loading(checkpoint: Checkpoint, about: Mapping[str, Any], facts: CardFacts) -> str:
+    """Return code to load with the recipe's class, if known, with other programs, and with plain safetensors."""
     files: Any = checkpoint.manifest.get("files") or {}
     weights = _weights(files, "model")
     averaged = _weights(files, "ema")
@@ -235,21 +238,47 @@ def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
     if averaged:
         parts.append(f"The figures are of the EMA weights, {', '.join(f'`{name}`' for name in averaged)}.")
     reading = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
+    ema = [f"for name in {_listed(averaged)}:", f"    file = hf_hub_download({where}, name, {revision})"]
+    # Frozen weights and buffers have no average.
+    ema.append("    model.load_state_dict(load_file(file), strict=False)")
     if facts.loads_with is not None:
         module, _, name = facts.loads_with.rpartition(".")
         lines = [f"from {module} import {name}", "", f"model = {name}.from_pretrained({where}, {revision})"]
-        if averaged:
-            # Frozen weights and buffers have no average.
-            lines = [*reading[:2], *lines, f"for name in {_listed(averaged)}:"]
-            lines.append(f"    file = hf_hub_download({where}, name, {revision})")
-            lines.append("    model.load_state_dict(load_file(file), strict=False)")
-        parts.append(_python(lines))
+        parts.append(_python([*reading[:2], *lines, *ema] if averaged else lines))
+    more = [*reading, *ema] if averaged else []
+    parts += [_with_program(program, facts, more) for program in _programs(about)]
     if weights:
         # The EMA comes last, because it replaces the trained weights of the same names.
         lines = [*reading, "weights = {}", f"for name in {_listed([*weights, *averaged])}:"]
         lines.append(f"    weights |= load_file(hf_hub_download({where}, name, {revision}))")
         parts.append(f"With safetensors alone:\n\n{_python(lines)}")
     return "\n\n".join(parts)
+
+
+def _programs(about: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the recipe's code for other programs: ``program``, ``code``, and ``needs``, a file of an export."""
+    value: Any = about.get("other_programs")
+    found: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (list, tuple)) else []
+    return [each for each in found if isinstance(each, Mapping) and _text(each, "program") and _text(each, "code")]
+
+
+def _with_program(program: Mapping[str, Any], facts: CardFacts, ema: Sequence[str]) -> str:
+    """Return one program's code. ``ema`` are lines that put the EMA weights into its ``model``."""
+    name, code, needs = (str(program.get(key) or "") for key in ("program", "code", "needs"))
+    place = f'"{facts.repo_id}", revision="{facts.revision}"'
+    if not needs:
+        shown = f"With {name}:\n\n{_python([code.replace(PLACE, place)])}"
+        if not ema:
+            return shown
+        return f"{shown}\n\nThese are the trained weights. For the EMA weights, continue with:\n\n{_python(ema)}"
+    if needs in facts.others:
+        return f"With {name}, from `{needs}`:\n\n{_python([code.replace(PLACE, place)])}"
+    fetch = f"hf download {facts.repo_id} --revision {facts.revision} --local-dir downloaded"
+    return (
+        f"**{name} cannot load this repository as it is**: it has no `{needs}`. Write that file first:\n\n"
+        f"```bash\n{fetch}\naccel-train export downloaded exported\n```\n\n"
+        + _python([code.replace(PLACE, '"exported"')])
+    )
 
 
 def _command(command: str | None) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from accel_train.metrics.progress import Labels
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.store import atomic_files, commit, run_file, strict_json
 from accel_train.store import manifest as manifests
+from accel_train.store.exports import other_programs
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT
 from accel_train.store.retention import STATE_FILES
@@ -182,14 +183,15 @@ class _Place:
         if branch in self._names:
             revision = branch
         state = "With" if self.entry.include_state else "Without"
-        created = self.api.create_commit(
-            self.entry.repo_id,
-            _operations(checkpoint, self.entry, run, existing, revision),
-            commit_message=self.title,
-            commit_description=f"{state} optimizer state. Written by accel_train {__version__}.",
-            revision=branch,
-            parent_commit=head,  # the Hub answers 412 if somebody else has committed since
-        )
+        with other_programs.written(checkpoint) as others:
+            created = self.api.create_commit(
+                self.entry.repo_id,
+                _operations(checkpoint, self.entry, run, existing, revision, others),
+                commit_message=self.title,
+                commit_description=f"{state} optimizer state. Written by accel_train {__version__}.",
+                revision=branch,
+                parent_commit=head,  # the Hub answers 412 if somebody else has committed since
+            )
         return created.oid
 
     def name(self, oid: str) -> str:
@@ -266,11 +268,16 @@ def _parse_title(commit_info: GitCommitInfo) -> re.Match[str] | None:
 
 
 def _operations(
-    checkpoint: Checkpoint, entry: Entry, run: Path, existing: Sequence[str], revision: str
+    checkpoint: Checkpoint,
+    entry: Entry,
+    run: Path,
+    existing: Sequence[str],
+    revision: str,
+    others: Mapping[str, Path],
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """List the additions of the commit, and its deletions among the ``existing`` files.
 
-    ``revision`` is the name of the commit in the model card.
+    ``revision`` is the name of the commit in the model card. ``others`` are files for other programs, by name.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -285,12 +292,15 @@ def _operations(
     for name in _files_of_run(run):
         if name not in names:
             texts[name] = (run / name).read_bytes()
-    card = CardFacts(entry.repo_id, revision, _loads_with(run), entry.license, *_last_start(run))
+    card = CardFacts(entry.repo_id, revision, _loads_with(run), entry.license, *_last_start(run), others=tuple(others))
     texts["README.md"] = build_card(checkpoint, texts, card, _description(checkpoint)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
+    # The manifest does not list them, as it seals what was saved.
+    adds += [CommitOperationAdd(name, path) for name, path in others.items()]
     added = {add.path_in_repo for add in adds}
     # Otherwise a model that was pushed in two files and now has one would be there in both forms.
-    obsolete = [name for name in existing if OURS.fullmatch(name) and name not in added]
+    ours = [name for name in existing if OURS.fullmatch(name) or other_programs.FILES.fullmatch(name)]
+    obsolete = [name for name in ours if name not in added]
     return [*adds, *(CommitOperationDelete(name) for name in obsolete)]
 
 

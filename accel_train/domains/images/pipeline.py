@@ -394,6 +394,7 @@ def write_files(
             "base_model": None if base.revision is None else base.source,
             "datasets": [],
             "measured_on": f"held-out pictures of {data.path}",
+            "other_programs": [] if family.name == MMDIT.name else [adapter_files.code_for_diffusers(base)],
         },
     )
     atomic_files.write_json_in_place(directory / "config.json", described)

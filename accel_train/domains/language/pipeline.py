@@ -30,9 +30,19 @@ from accel_train.domains.models.adapters import (
     refuse_names,
     refuse_unknown,
 )
-from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, WrittenModel, describe, read_lines, settings
+from accel_train.pipeline import (
+    ADAPTER_DESCRIPTION,
+    DESCRIBED,
+    PLACE,
+    Example,
+    WrittenModel,
+    describe,
+    read_lines,
+    settings,
+)
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
+from accel_train.store.exports.peft_layout import WEIGHTS_STEM
 
 if TYPE_CHECKING:
     from accel_train.domains.language.samples import EvaluationConfig
@@ -44,6 +54,12 @@ MAX_NEW_TOKENS = 128
 EXAMPLE_SHAPE = (2, 8)
 """Rows and tokens of an example. Logits of a larger one could take more space than the weights."""
 UNITS = {"logits": "of the next token, natural logarithm up to a constant"}
+TRANSFORMERS = {
+    "program": "transformers",
+    "code": "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+    f"tokenizer = AutoTokenizer.from_pretrained({PLACE})\nmodel = AutoModelForCausalLM.from_pretrained({PLACE})",
+}
+"""Code for the card that loads a whole model."""
 
 
 class LanguagePipeline:
@@ -312,6 +328,20 @@ def _number(ids: Sequence[int]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def _code_for_peft(options: ModelConfig) -> dict[str, str]:
+    """Return the code that loads adapters with peft, for the card."""
+    if options.source and forms.is_hub_id(options.source):
+        code = f"from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained({PLACE})"
+    else:
+        # The path in adapter_config.json exists on the machine of the training alone.
+        code = (
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+            'base = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THE_BASE")\n'
+            f"model = PeftModel.from_pretrained(base, {PLACE})"
+        )
+    return {"program": "peft", "needs": f"{WEIGHTS_STEM}.safetensors", "code": code}
+
+
 def write_files(
     model: nn.Module,
     tokenizer: Any,
@@ -348,6 +378,7 @@ def write_files(
             "base_model": options.source if options.source and forms.is_hub_id(options.source) else None,
             "datasets": [re.split("[:@]", path)[0] for path in paths if path != "demo" and forms.is_hub_id(path)],
             "measured_on": f"held-out texts of {', '.join(paths)}",
+            "other_programs": [_code_for_peft(options) if adapters else TRANSFORMERS],
         },
     )
     atomic_files.write_json_in_place(file, described | adapters)

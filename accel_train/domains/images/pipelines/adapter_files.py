@@ -22,9 +22,10 @@ from accel_train.config import UsageError
 from accel_train.domains.images.kohya.layer_names import Layer, renamed, renamed_text
 from accel_train.domains.images.kohya.metadata import written
 from accel_train.domains.images.pipelines.components import quiet
-from accel_train.domains.images.pipelines.loading import text_encoders
+from accel_train.domains.images.pipelines.loading import Base, text_encoders
 from accel_train.domains.models import adapters, lora
-from accel_train.store import atomic_files, strict_json
+from accel_train.pipeline import PLACE
+from accel_train.store import atomic_files, manifest, strict_json
 from accel_train.store.exports.peft_layout import CONFIG_FILE, PREFIX, WEIGHTS_STEM, by_key_of_peft
 from accel_train.store.weights import TensorReader
 from accel_train.wording import shortened
@@ -63,6 +64,17 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
     metadata = {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
     save_file(below, directory / DIFFUSERS_FILE, metadata=metadata)
     return f"{DIFFUSERS_FILE}: {len(below)} tensors for pipeline.load_lora_weights"
+
+
+def code_for_diffusers(base: Base) -> dict[str, str]:
+    """Return the code that draws with the adapter in diffusers, for the card."""
+    # A folder on this machine is none on others.
+    source = '"FOLDER_OF_THE_BASE"' if base.revision is None else f'"{base.source}", revision="{base.revision}"'
+    code = (
+        f"from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained({source})\n"
+        f'pipeline.load_lora_weights({PLACE}, weight_name="{DIFFUSERS_FILE}")'
+    )
+    return {"program": "diffusers", "needs": DIFFUSERS_FILE, "code": code}
 
 
 def _key_of_diffusers(part: str, path: str) -> str:
@@ -215,7 +227,8 @@ def load_directory(pipeline: Any, component: str, directory: Path, name: str) ->
     Raises ``UsageError`` for an unreadable adapter, and if diffusers leaves a tensor out.
     """
     file = directory / DIFFUSERS_FILE
-    if file.is_file():
+    # Beside a downloaded checkpoint it is not in the manifest, so it was not verified.
+    if file.is_file() and not manifest.is_checkpoint(directory):
         load_into(pipeline, component, file, name)
         return
     with tempfile.TemporaryDirectory() as temporary:
