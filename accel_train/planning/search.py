@@ -106,12 +106,17 @@ def _sizes_to_the_limit(
     probes = [largest]
     if largest.fits(budget):
         return tuple(probes), None
-    if fastest is not None and largest.time.total >= seconds_to_beat(fastest, budget, largest):
-        reason = f"takes at best {largest.time.total / fastest.time.total:.2f} times as long as {fastest.candidate}"
-        return tuple(probes), reason
     sizes = space.sizes[:-1]
     if not sizes:
         return tuple(probes), None
+    if fastest is not None and largest.time.total >= seconds_to_beat(fastest, budget, largest):
+        times = largest.time.total / fastest.time.total
+        # The memory first: the time alone would read as if it fitted.
+        reason = (
+            f"needs {largest.needs(budget)}, with micro_batch_size {largest.candidate.micro_batch_size}, and with a "
+            f"smaller one takes at best {times:.2f} times as long as {fastest.candidate}"
+        )
+        return tuple(probes), reason
     # If the smallest does not fit, no size of this mode does, and the search is over.
     probes.append(simulate(sizes[0]))
     if probes[-1].fits(budget):

@@ -183,6 +183,26 @@ def test_needless_sharding_has_to_be_faster_by_more_than_the_error_of_the_model(
     assert reason == expected
 
 
+def test_what_does_not_fit_is_not_said_to_be_slower_alone() -> None:
+    """DDP needs 4 GiB more than there are with the whole share, and is slower than FSDP2 with any size."""
+    given = space(2, 96)
+    budget = Budget(24.0, 0.0, 2)
+
+    def measure(candidate: Candidate) -> Probe:
+        found = made_up(candidate, given.micro_batches(candidate))
+        gib = 20.0 if candidate.strategy == "ddp" else 10.0
+        tensors = round((gib + 6 * candidate.micro_batch_size / 48) * GIB)
+        return replace(found, tensors=tensors, time=StepTime(2.0 if gib == 20 else 1.0, 0, 0, 0, 0, 0))
+
+    chains = search(given, "speed", budget, measure)
+    reason = make_plan("mmdit", "speed", given, budget, chains, config()).reasons()["launch file"]
+    needed = budget.needed_gib(26 * GIB)
+    assert reason == (
+        f"ddp: needs {needed:.2f} GiB, {needed - 24:.2f} too much, with micro_batch_size 48, and with a smaller one "
+        "takes at best 2.00 times as long as fsdp2, activation_checkpointing.mode none, micro_batch_size 48"
+    )
+
+
 @pytest.mark.parametrize(
     ("vram", "mode", "factor"), [(40.0, "none", UNDERSTATED), (40.0, "full", 1.0), (9.0, "none", 1.0)]
 )
