@@ -22,7 +22,7 @@ from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.parents import tied_to_parent
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
-from accel_train.simulation.report import Simulated, describe, draw, picture_path, scaling_of, table
+from accel_train.simulation.report import Simulated, describe, draw, picture_path, progress, scaling_of, table
 
 PORT = 29500
 """Port in the environment of the simulated launch. Nothing listens on it or connects to it."""
@@ -37,17 +37,39 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     timing = _timing(requests, options)
     if timing is not None and options.device_type is None and timing.is_cpu:
         options = replace(options, device_type="cpu")
-    simulations: list[Simulated] = []
-    for request in requests:
-        simulated = _simulate_one(request, options)
-        if timing is not None:
-            simulated = replace(simulated, timed=timing.of(simulated.counted, is_another=simulated.is_another))
-        simulations.append(simulated)
-    scaling = scaling_of(simulations, is_weak=options.micro_batches is not None)
+    simulations = _simulate_all(requests, timing, options)
+    scaling = _scaling(simulations, options)
     text = _text(simulations, scaling, options)
     if options.picture is not None:
         _draw(simulations[-1], scaling, options.picture, text)
     return text
+
+
+def _simulate_all(requests: Sequence[Launch], timing: Timing | None, options: Options) -> list[Simulated]:
+    """Simulate each number of processes, with a line on stderr for each of several, because some take minutes.
+
+    If a signal or an error ends this, print what is finished before it, so that the results are not lost.
+    """
+    finished: list[Simulated] = []
+    try:
+        for request in requests:
+            simulated = _simulate_one(request, options)
+            if timing is not None:
+                simulated = replace(simulated, timed=timing.of(simulated.counted, is_another=simulated.is_another))
+            finished.append(simulated)
+            if len(requests) > 1:
+                print(progress(simulated.counted), file=sys.stderr, flush=True)
+    except BaseException:
+        if finished:
+            print(_text(finished, _scaling(finished, options), options), flush=True)
+            counts = f"{len(finished)} of {len(requests)} numbers of processes"
+            print(f"only {counts} were simulated", file=sys.stderr, flush=True)
+        raise
+    return finished
+
+
+def _scaling(simulations: Sequence[Simulated], options: Options) -> Scaling | None:
+    return scaling_of(simulations, is_weak=options.micro_batches is not None)
 
 
 def _requests(recipe: str, arguments: Sequence[str], options: Options) -> list[Launch]:

@@ -58,6 +58,12 @@ def scaling_of(simulations: Sequence[Simulated], *, is_weak: bool) -> Scaling | 
     return Scaling(points, is_weak)
 
 
+def progress(counted: Mapping[str, Any]) -> str:
+    """Return a line for a number of processes that is finished."""
+    peak = readable_size(counted["peak"]["total"])
+    return f"simulated {counted['processes']:,} process(es), {counted['strategy']}: peak {peak}"
+
+
 def describe(simulated: Simulated) -> str:
     """Describe the step of one process."""
     counted = simulated.counted

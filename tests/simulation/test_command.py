@@ -479,7 +479,22 @@ def test_the_command_prints_a_table_and_the_same_as_json(
     assert lines[1].split()[-1] == "FLOPs"
     assert [line.split()[:2] for line in lines[2:4]] == [["2", "16"], ["16", "16"]]
     height = height_of(picture)
-    assert capsys.readouterr().out == ""
+    said = capsys.readouterr()
+    assert said.out == ""
+    begun = [f"simulated {number} process(es), ddp: peak " for number in (2, 16)]
+    assert [line[: len(part)] for line, part in zip(said.err.splitlines(), begun, strict=True)] == begun
+
+    def stop_at_16(request: Launch, _: Options) -> Any:
+        if request.num_processes == 16:
+            raise KeyboardInterrupt
+        return of(2)
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(command, "_simulate_one", stop_at_16)
+        simulate("mmdit", SMALL, asked)
+    said = capsys.readouterr()
+    assert said.out.startswith("one of 2 process(es), ddp, ")
+    assert said.err.endswith("only 1 of 2 numbers of processes were simulated\n")
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
