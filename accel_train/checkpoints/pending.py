@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_train.config import MachineError
+from accel_train.rng import preserve_random_states
 from accel_train.speed.out_of_memory import explain_save, ran_out
-from accel_train.store import commit
+from accel_train.store import atomic_files, commit
+from accel_train.store.exports.extras import extra_files
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.strict_json import Json
 
@@ -109,6 +111,29 @@ class Attempt:
         """Delete the temporary directory."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def try_extras(attempt: Attempt, write_extras: Callable[[Path], None] | None) -> None:
+    """Call ``write_extras`` once with a directory that is deleted, so that a fault in it loses no step. A collective.
+
+    The main process alone gives a function. Costs the time and the space on the disk of its files. An error is raised
+    on every rank. A full disk is left to the first save, which has a policy for it (``checkpoints.on_error``).
+    """
+    if write_extras is not None:
+        # A name that the next start sweeps, should this one be killed meanwhile.
+        attempt.temporary = attempt.directory / commit.temporary_name(attempt.step, atomic_files.new_nonce())
+        # Training draws what it would have drawn without the trial.
+        with attempt.part(), preserve_random_states():
+            attempt.temporary.mkdir(parents=True)
+            extra_files(attempt.temporary, write_extras)
+        attempt.discard()
+    if isinstance(attempt.error, OSError) and attempt.error.errno in commit.DISK_FULL:
+        attempt.error = None
+    agreed = attempt.agree(None)
+    if attempt.error is not None:
+        raise attempt.error
+    if agreed is None:
+        raise commit.CheckpointWriteError(attempt.reason)
 
 
 class Phase(Enum):

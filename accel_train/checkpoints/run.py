@@ -19,9 +19,9 @@ from accel_train.hub.options import HubConfig
 from accel_train.options.allowed import is_covered
 from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
-from accel_train.store.exports.pickles import holds_pickle
+from accel_train.store.exports.extras import extra_files
 from accel_train.store.lock import Lock
-from accel_train.store.manifest import Checkpoint, checkpoint_name, committed, is_safe_name
+from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, OTHER_DATA, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health import rollback
@@ -33,31 +33,6 @@ OWED = "owes_evaluation"
 """Key in ``run.json`` of the step whose evaluation is left to the next start."""
 
 logger = logging.getLogger(__name__)
-
-
-def _without_refused(directory: Path) -> list[str]:
-    """Delete the files of a recipe that no checkpoint may hold, with warnings. Returns the names of the others.
-
-    Without such a file all else is saved, so a file that the recipe writes in a wrong format loses no training.
-    """
-    names: list[str] = []
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = path.relative_to(directory).as_posix()
-        reason = None
-        if not is_safe_name(name):
-            # No reader would accept the manifest.
-            reason = "which is not a valid file name in one; rename it"
-        elif holds_pickle(path):
-            reason = (
-                "a pickle, and reading one runs the program in it; in write_extras, write tensors with "
-                "safetensors.torch.save_file, and the rest as JSON"
-            )
-        if reason is None:
-            names.append(name)
-            continue
-        logger.warning("left out of the checkpoint: %a, %s", name, reason)
-        path.unlink()
-    return names
 
 
 @dataclass
@@ -141,8 +116,7 @@ class Run:
             folder.mkdir(parents=True)
             failpoints.hit("after_mkdir")
             # Code of the recipe, which may fail in any way. Nothing else has been written by then.
-            write_extras(temporary)
-            names = _without_refused(temporary)
+            names = extra_files(temporary, write_extras)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

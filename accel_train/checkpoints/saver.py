@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
-from accel_train.checkpoints.pending import REDUCTIONS, Attempt, Buffers, PendingSave, Phase, write_error
+from accel_train.checkpoints.pending import REDUCTIONS, Attempt, Buffers, PendingSave, Phase, try_extras, write_error
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves the checkpoints of one run. A context manager, built and called on every rank at the same steps.
 
-    ``write_extras`` is called on the main process with the new directory. It writes the files needed for sampling:
-    ``config.json``, and a folder ``assets`` if there are more. A pickle among them is left out with a warning.
+    ``write_extras`` writes the files needed for sampling into a new directory, on the main process: ``config.json``,
+    and a folder ``assets`` if there are more. It is tried at the start. A pickle is left out with a warning.
     ``on_commit`` is called there with every committed checkpoint. ``epoch`` converts a number of steps to epochs.
     """
 
@@ -61,7 +61,7 @@ class Saver:
         ema: Ema,
         config: CheckpointConfig,
         hub_config: HubConfig,
-        write_extras: Callable[[Path], None],
+        write_extras: Callable[[Path], None] | None,
         *,
         epoch: Callable[[int], float],
         on_commit: Callable[[Checkpoint], None] = lambda _: None,
@@ -73,12 +73,14 @@ class Saver:
         self._config = config
         self._shards = ema.shards
         self._ema = ema
-        self._write_extras = write_extras
+        self._write_extras = write_extras or (lambda _: None)
         self._epoch = epoch
         self._on_commit = on_commit
         self._rank = accelerator.process_index
         self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
+        trial = Attempt(run.start_step, run.checkpoints, self._agreement.gather)
+        try_extras(trial, self._write_extras if self._main else None)
         self._layout = layout_of(accelerator)
         self._pusher = Pusher(
             run.directory, hub_config, is_main=self._main, best_metric=config.best_metric, best_mode=config.best_mode

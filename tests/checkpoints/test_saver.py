@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -41,6 +42,10 @@ from accel_train.training.shards import Shards, persistent_buffers
 from tests.waiting import until
 
 
+def write_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
 class Toy:
     """A model that trains on nothing in particular, and everything a saver wants."""
 
@@ -63,14 +68,14 @@ class Toy:
         self.optimizer.zero_grad()
         self.average.update(number)
 
-    def saver(self, config: CheckpointConfig) -> Saver:
+    def saver(self, config: CheckpointConfig, write_extras: Any = write_config) -> Saver:
         return Saver(
             self.accelerator,
             self.run,
             self.average,
             config,
             HubConfig(),
-            lambda folder: (folder / "config.json").write_text("{}"),
+            write_extras,
             epoch=lambda step: step / 4,
             on_commit=lambda saved: self.committed.append(saved.step),
         )
@@ -236,6 +241,61 @@ def saved_with(toy: Toy, write_extras: Callable[[Path], None]) -> Checkpoint:
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
     assert commit.unlisted(saved) == []
     return saved
+
+
+def extra_that(fault: str) -> Any:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        if fault == "raises":
+            Path("/nope/x").read_text()
+        elif fault == "disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        else:
+            (folder / fault).write_text("")
+
+    return {"signature": lambda: None, "value": "config.json"}.get(fault, write)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("raises", "No such file or directory: '/nope/x'"),
+        ("signature", "takes 0 positional arguments but 1 was given"),
+        ("value", "'str' object is not callable"),
+        ("model.safetensors", "write_extras: it has written model.safetensors, which every save writes itself"),
+        ("model-00001-of-00002.safetensors", "write_extras: it has written model-00001-of-00002.safetensors, which"),
+        ("trainer_state.json", "write_extras: it has written trainer_state.json, which every save writes itself"),
+    ],
+)
+def test_a_fault_in_write_extras_is_found_before_the_first_step(toy: Toy, fault: str, error: str) -> None:
+    with pytest.raises(Exception, match=re.escape(error)) as raised:
+        toy.saver(CheckpointConfig(), extra_that(fault))
+    assert "write_extras" in "".join(traceback.format_exception(raised.value, chain=False))
+    assert not list(toy.run.checkpoints.iterdir())
+
+
+def test_a_full_disk_at_the_trial_of_write_extras_is_left_to_the_first_save(toy: Toy) -> None:
+    with toy.saver(CheckpointConfig(), extra_that("disk")) as saver:
+        toy.step(1)
+        with pytest.raises(CheckpointWriteError, match=r"no space left for a checkpoint .*; raised in write_extras"):
+            saver.save(1)
+
+
+def test_the_trial_of_write_extras_changes_no_random_number_and_leaves_no_file(toy: Toy) -> None:
+    tried: list[Path] = []
+    before = torch.get_rng_state()
+    saver = toy.saver(CheckpointConfig(), lambda folder: tried.append(folder) or torch.rand(3))
+    assert len(tried) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    with saver:
+        assert not list(toy.run.checkpoints.iterdir())
+
+
+def test_a_saver_needs_no_write_extras(toy: Toy) -> None:
+    with toy.saver(CheckpointConfig(), None) as saver:
+        toy.step(1)
+        saver.save(1)
+    assert "config.json" not in commit.verify(toy.run.checkpoints / "checkpoint_00000001").manifest["files"]
 
 
 def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
