@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,6 +238,14 @@ class RunOptions:
     """Defaults by dotted name, assumed for options that the recipe did not have when the run began."""
 
     def __post_init__(self) -> None:
+        for name, value in self.experiment.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"experiment: {name}: {value!r} cannot be written to run.json ({error}): finite numbers, text, "
+                    "true, false, None, lists and dicts are required; give it as text, as in str(value)"
+                ) from None
         # A resume also accepts options saved by the run that the recipe no longer has.
         if not self._continues_a_run:
             refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])

@@ -106,8 +106,23 @@ class TextRows:
 
 
 def collate_of(dataset: MapDataset) -> Collate:
-    """Return the dataset's own `collate`, else torch's `default_collate`."""
-    return dataset.collate if isinstance(dataset, CollatingDataset) else default_collate
+    """Return the dataset's own `collate`, else torch's `default_collate` with a plainer error."""
+    return dataset.collate if isinstance(dataset, CollatingDataset) else _stacked
+
+
+def _stacked(samples: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Return torch's `default_collate`. Raises `UsageError` with the field whose samples differ in shape."""
+    try:
+        return default_collate(samples)
+    except RuntimeError:
+        for name in samples[0]:
+            shapes = {tuple(getattr(sample.get(name), "shape", ())): None for sample in samples}
+            if len(shapes) > 1:
+                raise UsageError(
+                    f"dataset: the samples of a micro-batch have the shapes {', '.join(map(str, shapes))} in the field "
+                    f"{name!r}: one shape is required; pad them in dataset[i], or give the dataset collate(samples)"
+                ) from None
+        raise
 
 
 def refuse_other_than_map_style(dataset: object) -> None:

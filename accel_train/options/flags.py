@@ -224,13 +224,14 @@ def _fits_part(part: Any, value: Any) -> bool:
     return type(value) is part
 
 
-_NAMES = {
+SCALARS = {
     int: "an integer",
     float: "a number",
     str: "text",
     bool: "true or false",
     type(None): "null",
 }
+"""Types of an option's value, other than a Literal or a tuple, as worded in messages."""
 
 
 def _requirement(kind: Any) -> str:
@@ -242,7 +243,7 @@ def _requirement(kind: Any) -> str:
         elif get_origin(part) is tuple:
             names.append(f"a list with {_requirement(get_args(part)[0])} for each element")
         else:
-            names.append(_NAMES[part])
+            names.append(SCALARS[part])
     # Each name once, in order.
     return " or ".join(dict.fromkeys(names))
 

@@ -125,5 +125,12 @@ def is_free(directory: Path) -> bool:
 
 
 def in_use(directory: Path, holder: object) -> UsageError:
-    """Build the error for a run directory that another process holds."""
+    """Build the error for a run directory that is locked. This process may hold it itself, as in a notebook."""
+    match = HOLDER.match(str(holder))
+    if match is not None and match.groups() == (str(os.getpid()), socket.gethostname()):
+        return UsageError(
+            f"output_dir: {directory} is in use by an earlier run of this process ({holder}), which still holds it; "
+            "call close() on the Run that open_run returned, or let runtime.exiting.one_run decorate the function that "
+            "calls open_run: it releases the directory at the end, even after an error"
+        )
     return UsageError(f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.rng import preserve_random_states
 from accel_train.training.feedback.factors import quotient_of_step, term_factor
-from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
+from accel_train.training.gradients import loss_checks
 from accel_train.training.gradients.step_metrics import StepMetrics, global_weights
 from accel_train.training.gradients.sync import (
     SyncPolicy,
@@ -94,16 +94,16 @@ class GradientWindow:
         self.step = step
         self.guard = guard or StepGuard()
         self._times = times
+        loss_checks.refuse_empty(micro_batches, coefficients, step)
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
-        refuse_empty(self.inputs, self.coefficients, step)
         self._zero_stage = zero_stage_of(accelerator)
         self.sync = when_to_reduce(policy, self._zero_stage)
         # DeepSpeed refuses no_sync where it shards gradients.
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         # Accelerate's backward also clips and steps under DeepSpeed, at the boundary that the window sets.
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
-        weights = [by_term(weight, "weights", self.coefficients, step) for _, weight in micro_batches]
+        weights = [loss_checks.by_term(weight, "weights", self.coefficients, step) for _, weight in micro_batches]
         self._local_weights = weights
         self.weights = global_weights(accelerator, weights)
         first = next(iter(self.coefficients))
@@ -236,12 +236,13 @@ class GradientWindow:
             raise UsageError(
                 f"window.backward: got one tensor for the loss terms {names}; give a dict with the sum of each"
             )
-        of_terms = by_term(sums, "sums", self.coefficients, self.step)
+        of_terms = loss_checks.by_term(sums, "sums", self.coefficients, self.step)
         # Wraps around after one call too many, which `finish` refuses.
         weights = self._local_weights[len(self._sums) % len(self._local_weights)]
-        refuse_means(of_terms, weights, self.coefficients)
+        loss_checks.refuse_means(of_terms, weights, self.coefficients)
         losses = [of_terms[k].float() for k in self.coefficients]
         terms = [summed(loss) for loss in losses]
+        loss_checks.refuse_detached(terms, self.coefficients)
         self._metrics.add(metrics or {})
         self._losses.append([loss.detach() for loss in losses])
         self._sums.append([term.detach() for term in terms])
@@ -283,6 +284,7 @@ class GradientWindow:
         ``RuntimeError`` unless the window was iterated to its end with one ``backward`` per micro-batch, and if called
         twice.
         """
+        loss_checks.refuse_no_number(max_grad_norm)
         self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided
         if norm is None:

@@ -238,8 +238,18 @@ def _build_own(
 
 
 def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
-    """Set lr = base_lr * factor in every group, 0 in frozen ones. Does not wait for the device."""
+    """Set lr = base_lr * factor in every group, 0 in frozen ones. Does not wait for the device.
+
+    Raises ``UsageError`` for an optimizer whose groups lack ``base_lr`` or ``frozen``.
+    """
     for group in optimizer.param_groups:
+        if "frozen" not in group or "base_lr" not in group:
+            raise UsageError(
+                "set_learning_rate: this optimizer's parameter groups have only "
+                f"{', '.join(key for key in group if key != 'params')}: base_lr (the peak learning rate) and frozen "
+                "(true or false) are required in each; build it with build_optimizer, or add them before prepare: "
+                "for group in optimizer.param_groups: group.update(base_lr=group['lr'], frozen=False)"
+            )
         group["lr"] = 0.0 if group["frozen"] else group["base_lr"] * factor
     note_learning_rates(optimizer, factor)
 

@@ -702,6 +702,23 @@ def test_two_processes_cannot_use_one_directory(accelerator: Accelerator, tmp_pa
             start(accelerator, config)
 
 
+def test_a_directory_that_this_process_still_holds_says_how_to_release_it(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    with pytest.raises(UsageError, match=rf"earlier run of this process \(process {os.getpid()} .*call close\(\)"):
+        start(accelerator, config)
+    first.close()
+    start(accelerator, config).close()
+
+
+@pytest.mark.parametrize("value", [float("inf"), {"lr": torch.ones(2)}, Path("data")])
+def test_a_value_that_run_json_cannot_hold_is_named(value: object) -> None:
+    with pytest.raises(UsageError, match=r"experiment: f: .* cannot be written to run\.json .*: finite numbers, text"):
+        RunOptions("run", {"seed": 0, "f": value})
+
+
 def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):

@@ -190,6 +190,17 @@ def test_a_dataset_may_collate_its_samples_in_training_and_evaluation():
     assert torch.equal(heldout["twice"], 2 * heldout["sample"])
 
 
+class Ragged(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"fixed": torch.zeros(2), "text": torch.zeros(1 + index)}
+
+
+def test_samples_of_several_shapes_name_their_field():
+    steps = iterate_steps(Ragged(4), StepSampler(4, 4, seed=0), WHOLE, start_step=0, max_steps=1, device=CPU)
+    with pytest.raises(UsageError, match=r"\(1,\).* in the field 'text': one shape is required; pad them .* collate\("):
+        next(steps)
+
+
 def test_another_dataset_than_the_sampler_was_made_for():
     with pytest.raises(UsageError, match="for 39 samples, but the dataset has 40"):
         iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)

@@ -149,6 +149,47 @@ def test_what_a_recipe_declares_for_smoke_must_be_an_option(
         load_config(Declaring, argv, presets=presets)
 
 
+def test_a_tuple_without_its_comma_is_told_so(presets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words: Any = "tags"
+    monkeypatch.setattr(Declaring, "recipe", Recipe(free_to_change=words))
+    with pytest.raises(UsageError, match=r"'tags' is text: a tuple is required; write free_to_change=\('tags',\)"):
+        load_config(Declaring, [], presets=presets)
+
+
+class PlainGroup:
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class OfAnyObject:
+    fn: object = None
+
+
+@dataclass(frozen=True)
+class WithPlainGroup:
+    model: PlainGroup = field(default_factory=PlainGroup)
+
+
+class Undecorated(Declaring):
+    width: int = 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "error"),
+    [
+        (OfAnyObject, r"the option fn has the type object: int, float, str, bool"),
+        (
+            WithPlainGroup,
+            r"the option model has the type PlainGroup: .* write @dataclass\(frozen=True\) above the class",
+        ),
+        (Undecorated, r"Undecorated: width would be no options: a dataclass is required"),
+    ],
+)
+def test_fields_that_are_no_options_are_refused(presets: Path, cls: type, error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        load_config(cls, [], presets=presets)
+
+
 @pytest.mark.parametrize("value", ["16", "0.9"])
 def test_a_number_in_place_of_a_list_is_told_how_to_write_one(value: str, presets: Path) -> None:
     (presets / "demo.yaml").write_text(f"optimizer: {{betas: {value}}}\n")

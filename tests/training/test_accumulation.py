@@ -214,7 +214,7 @@ def test_terms_must_be_complete(accelerator: Accelerator) -> None:
     [
         (
             {"main": 1.0},
-            r"'aux' \(step 4\): it is in the coefficients .* but not in the weights given to prepared.window; add",
+            r"'aux' \(step 4\): it is in the coefficients .* but not in the weights given to the window; add",
         ),
         ({"main": 1.0, "aux": 1.0, "tokens": 9.0}, r"'tokens' \(step 4\): it is in the weights .* not in the coeff"),
     ],

@@ -166,3 +166,32 @@ def test_a_number_in_place_of_a_tensor_is_refused(accelerator: Accelerator, weig
     window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, 0)
     with pytest.raises(UsageError, match=rf"given to window\.backward \(step 1\): {found}"):
         window.backward(weight)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "coefficients", "found"),
+    [
+        ([({}, {})], 1.0, r"window \(step 3\): the coefficients are 1\.0: a dict"),
+        ([{"x": torch.ones(1), "y": torch.ones(1)}], {"main": 1.0}, r"a micro-batch is of type dict: a pair"),
+        ([{"x": torch.ones(1)}], {"main": 1.0}, r"a micro-batch is of type dict: a pair"),
+    ],
+)
+def test_a_window_of_other_things_is_refused(
+    accelerator: Accelerator, micro_batches: Any, coefficients: Any, found: str
+) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=found):
+        GradientWindow(accelerator, model, micro_batches, coefficients, step=2)
+
+
+def test_a_loss_without_a_gradient_and_a_norm_that_is_no_number_are_refused(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, step=0)
+    for _ in window:
+        with pytest.raises(UsageError, match=r"no loss term \(main\) depends on a trained parameter"):
+            window.backward(torch.ones(4))
+        window.backward(torch.ones(4) * model.weight.sum())
+    limit: Any = None
+    with pytest.raises(UsageError, match=r"max_grad_norm is None: a number is required; give 0 for no clipping"):
+        window.finish(limit)
+    window.finish(0)

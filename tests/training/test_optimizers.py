@@ -579,3 +579,13 @@ def test_eight_bit_adamw_follows_adamw_and_its_state_survives():
     train_large(model, optimizer, range(20, 22))
     same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
     assert same == {"second.weight", "second.bias"}
+
+
+def test_an_optimizer_without_the_keys_of_set_learning_rate_is_told_what_to_add(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"only lr, .*: base_lr .* and frozen .* are required in each"):
+        optimizers.set_learning_rate(optimizer, 0.5)
+    for group in optimizer.param_groups:
+        group.update(base_lr=group["lr"], frozen=False)
+    optimizers.set_learning_rate(optimizer, 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.05

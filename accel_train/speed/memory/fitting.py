@@ -65,6 +65,11 @@ def size_of(build: Callable[[], nn.Module], *, offload_frozen: bool = False) -> 
     with torch.device("meta"):
         # Built whole, because only the recipe's own code knows what it builds.
         model = build()
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"build_model: the function returned a {type(model).__name__}: a torch.nn.Module is required; return the "
+            "model alone"
+        )
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)

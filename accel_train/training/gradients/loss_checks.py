@@ -6,7 +6,7 @@ the loss. In other layouts it changes what is trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,18 +18,30 @@ if TYPE_CHECKING:
     from accel_train.training.step_guard import StepResult
 
 PLACES = {
-    "coefficients": "the coefficients given to prepared.window",
-    "weights": "the weights given to prepared.window",
+    "coefficients": "the coefficients given to the window",
+    "weights": "the weights given to the window",
     "sums": "the sums given to window.backward",
 }
 """Places where a recipe names its loss terms, as worded in messages."""
 
 
 def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, float], step: int) -> None:
-    """Raise ``UsageError`` for a window without a micro-batch or a loss term."""
+    """Raise ``UsageError`` for a window without a micro-batch or a loss term, and for others than pairs and a dict."""
+    if not isinstance(coefficients, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"window (step {step + 1}): the coefficients are {coefficients!r}: a dict with one for each loss term is "
+            'required, such as {"class": 1.0}'
+        )
+    for given in micro_batches:
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise UsageError(
+                f"window (step {step + 1}): a micro-batch is of type {type(given).__name__}: a pair of the batch and "
+                'the weights of its loss terms is required; pass [(batch, {"class": batch["weight"]}) for batch in '
+                "batches.micro_batches]"
+            )
     if not micro_batches or not coefficients:
         raise UsageError(
-            f"prepared.window (step {step + 1}): {len(micro_batches)} micro-batches and {len(coefficients)} loss "
+            f"window (step {step + 1}): {len(micro_batches)} micro-batches and {len(coefficients)} loss "
             "terms; at least one of each is required: pass all of batches.micro_batches, and the coefficient of each "
             "term"
         )
@@ -57,6 +69,23 @@ def by_term(
             "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
         )
     return values
+
+
+def refuse_detached(terms: Sequence[Tensor], names: Iterable[str]) -> None:
+    """Raise ``UsageError`` for a loss of which no term depends on a parameter."""
+    if not any(term.requires_grad for term in terms):
+        raise UsageError(
+            f"window.backward: no loss term ({', '.join(names)}) depends on a trained parameter, so there is no "
+            "gradient; compute the losses from the output of the model, without torch.no_grad, detach or .item()"
+        )
+
+
+def refuse_no_number(max_grad_norm: object) -> None:
+    """Raise ``UsageError`` for a limit of the gradient norm that is no number."""
+    if not isinstance(max_grad_norm, (int, float)):
+        raise UsageError(
+            f"window.finish: max_grad_norm is {max_grad_norm!r}: a number is required; give 0 for no clipping"
+        )
 
 
 def _no_tensor(kind: str, step: int, found: str, value: object) -> UsageError:
