@@ -23,7 +23,7 @@ from accel_train.metrics.logs import info
 from accel_train.reporting.arguments import check_arguments
 from accel_train.reporting.evaluations import evaluate_only as evaluate_only
 from accel_train.reporting.evaluations import heldout_means as heldout_means
-from accel_train.reporting.evaluations import numbers, returned_by
+from accel_train.reporting.evaluations import numbers, returned_by, warn_undeclared
 from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, unfinished
@@ -177,6 +177,8 @@ class Training:
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
+    _has_compared_metrics: bool = False
+    """The names of an evaluation's metrics were compared with those that the recipe declares."""
     _saved: int | None = None
     """The step of the last save."""
 
@@ -305,6 +307,9 @@ class Training:
     def _record(self, returned: object) -> Mapping[str, float]:
         """Record what an evaluation returned, and add it to the checkpoint of this step."""
         metrics = numbers(self.opened.accelerator, returned, self._save, self.saver.finish)
+        if metrics and not self._has_compared_metrics:
+            self._has_compared_metrics = True
+            warn_undeclared(self.opened.metrics, metrics)
         with self._doing("evaluation"):
             self.reports.log.evaluation(self.done, metrics)
         with self._doing("save"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
-from typing import Any, get_origin
+from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.options.flags import SCALARS, union_members
-from accel_train.options.tree import option_names, option_types
-from accel_train.wording import did_you_mean, nearest, shortened
+from accel_train.options.tree import option_names
+from accel_train.wording import did_you_mean, nearest
 
 
 def is_covered(key: str, names: Iterable[str]) -> bool:
@@ -34,7 +32,6 @@ def refuse_undeclared(cls: type) -> None:
 
     ``free_to_change`` may also name groups. Values of ``--smoke`` that are a function are checked when it is called.
     """
-    _refuse_plain_class(cls)
     recipe: Any = getattr(cls, "recipe", None)
     known = option_names(cls)
     free = getattr(recipe, "free_to_change", ())
@@ -63,25 +60,6 @@ def refuse_unknown_smoke(cls: type, names: Iterable[str]) -> None:
                 f"smoke: {name!r} is no option of {cls.__name__}{did_you_mean(_meant(name, known))}; correct it in "
                 "experiment.Recipe(smoke=...)"
             )
-
-
-def _refuse_plain_class(cls: type) -> None:
-    """Raise ``UsageError`` for fields that are no options, for want of ``@dataclass`` or by their type."""
-    if "__dataclass_params__" not in vars(cls):
-        fields = [name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)]
-        if fields:
-            raise UsageError(
-                f"{cls.__name__}: {shortened(fields, 3)} would be no options: a dataclass is required; write "
-                "@dataclass(frozen=True) above the class"
-            )
-    for name, kind in option_types(cls).items():
-        for part in union_members(kind):
-            if isinstance(part, type) and get_origin(part) is None and part not in SCALARS:
-                raise UsageError(
-                    f"{cls.__name__}: the option {name} has the type {part.__name__}: int, float, str, bool, Literal, "
-                    "a tuple or None is required, or a group of options; write @dataclass(frozen=True) above the class "
-                    "of a group"
-                )
 
 
 def _meant(name: str, known: list[str]) -> str | None:

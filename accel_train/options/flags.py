@@ -6,6 +6,7 @@ text. ``refusal`` checks the values of files and flags alike against the type of
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import os
 import shlex
@@ -15,7 +16,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from accel_train.config import UsageError
 from accel_train.options.other_scripts import NAMES_OF_OTHER_SCRIPTS, in_this_recipe
 from accel_train.options.strict_yaml import read_number
-from accel_train.wording import did_you_mean, nearest
+from accel_train.options.tree import option_types
+from accel_train.wording import did_you_mean, nearest, shortened
 
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None, "null": None}
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off")
@@ -224,14 +226,32 @@ def _fits_part(part: Any, value: Any) -> bool:
     return type(value) is part
 
 
-SCALARS = {
+_NAMES = {
     int: "an integer",
     float: "a number",
     str: "text",
     bool: "true or false",
     type(None): "null",
 }
-"""Types of an option's value, other than a Literal or a tuple, as worded in messages."""
+
+
+def refuse_other_fields(cls: type) -> None:
+    """Raise ``UsageError`` for fields that are no options, for want of ``@dataclass`` or by their type."""
+    if "__dataclass_params__" not in vars(cls):
+        fields = [name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)]
+        if fields:
+            raise UsageError(
+                f"{cls.__name__}: {shortened(fields, 3)} would be no options: a dataclass is required; write "
+                "@dataclass(frozen=True) above the class"
+            )
+    for name, kind in option_types(cls).items():
+        for part in union_members(kind):
+            if isinstance(part, type) and get_origin(part) is None and part not in _NAMES:
+                raise UsageError(
+                    f"{cls.__name__}: the option {name} has the type {part.__name__}: int, float, str, bool, Literal, "
+                    "a tuple or None is required, or a group of options; write @dataclass(frozen=True) above the class "
+                    "of a group"
+                )
 
 
 def _requirement(kind: Any) -> str:
@@ -243,7 +263,7 @@ def _requirement(kind: Any) -> str:
         elif get_origin(part) is tuple:
             names.append(f"a list with {_requirement(get_args(part)[0])} for each element")
         else:
-            names.append(SCALARS[part])
+            names.append(_NAMES[part])
     # Each name once, in order.
     return " or ".join(dict.fromkeys(names))
 

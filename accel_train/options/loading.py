@@ -29,7 +29,7 @@ from accel_train.config import (
 )
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
 from accel_train.options.allowed import refuse_undeclared, refuse_unknown_smoke
-from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
+from accel_train.options.flags import FlagError, read_flags, refusal, refuse_other_fields, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys
 from accel_train.options.other_scripts import FORMS_HERE
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
@@ -82,6 +82,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     With ``--smoke``, ``smoke_values`` of the config override the file or preset, and flags override both. Raises
     ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
+    refuse_other_fields(cls)
     refuse_undeclared(cls)
     arguments = words_of(argv)
     # Called only if a message or a help text lists the presets, because it reads all of them: 0.1 s of CPU.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.options.allowed import is_covered
 from accel_train.runtime.main_alone import on_main
 from accel_train.store.names import DATA_FINGERPRINT
+from accel_train.wording import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:
     from accel_train.train_state import Experiment, TrainState
@@ -50,6 +51,20 @@ def numbers(accelerator: Accelerator, returned: object, *before: Callable[[], No
     if not isinstance(returned, Mapping):
         return {}
     return {name: _plain(value) for name, value in returned.items()}
+
+
+def warn_undeclared(declared: Sequence[str] | None, metrics: Mapping[str, float]) -> None:
+    """Warn of metrics that the recipe has not declared, if a declared one is missing: its name may be misspelt."""
+    missing = [name for name in declared or () if name not in metrics]
+    others = [name for name in metrics if name not in (declared or ())]
+    if missing and others:
+        logger.warning(
+            "the evaluation returned %s, which open_experiment(metrics=...) does not declare, and not %s, which "
+            "it does%s; give both the same names: checkpoints.best_metric takes a declared one",
+            shortened(others, 3),
+            shortened(missing, 3),
+            did_you_mean(nearest(others[0], missing)),
+        )
 
 
 def _refuse_others(returned: object) -> None:

@@ -130,7 +130,7 @@ def in_use(directory: Path, holder: object) -> UsageError:
     if match is not None and match.groups() == (str(os.getpid()), socket.gethostname()):
         return UsageError(
             f"output_dir: {directory} is in use by an earlier run of this process ({holder}), which still holds it; "
-            "call close() on the Run that open_run returned, or let runtime.exiting.one_run decorate the function that "
-            "calls open_run: it releases the directory at the end, even after an error"
+            "call close() on the Run that open_run returned, or decorate the main of a recipe with "
+            "runtime.exiting.one_run: both release the directory"
         )
     return UsageError(f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first")

@@ -41,7 +41,7 @@ from accel_train.training.parameters import (
     widest,
     without_gradients,
 )
-from accel_train.training.step_calls import find_unused, leftovers_of, note_gradient
+from accel_train.training.step_calls import find_unused, leftovers_of, note_gradient, refuse_late_freezing
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -138,6 +138,7 @@ class GradientWindow:
         """
         self._leftovers.refuse(self.step)
         if self._leftovers.is_first and self._zero_stage == 0:
+            refuse_late_freezing(self.model, self._optimizers)
             self._leftovers.watch(self._parameters, self.step)
         if will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rebuild_buckets()

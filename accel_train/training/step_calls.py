@@ -318,6 +318,23 @@ def _refuse_backward(step: int) -> NoReturn:
     )
 
 
+def refuse_late_freezing(model: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Raise ``UsageError`` for parameters that ``build_optimizer`` was given to train and that are frozen by now.
+
+    One process would leave them as they are, and DDP would wait for their gradients.
+    """
+    # Only such groups have a part. Another optimizer may hold parameters that were frozen from the beginning.
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "part" in group]
+    frozen = {id(p) for group in groups for p in group["params"] if not p.requires_grad}
+    names = [name.removeprefix("module.") for name, p in model.named_parameters() if id(p) in frozen]
+    if names:
+        raise UsageError(
+            f"requires_grad: {len(names)} parameter(s) ({shortened(names, 3)}) were frozen after the optimizer was built: "
+            "the same parameters are required in every step; call requires_grad_(False) before build_optimizer or "
+            "preparation.prepare, or choose set_frozen for a part that is frozen in some steps only"
+        )
+
+
 def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     """Warn once of trained parameters without a gradient, other than frozen parts. Under DDP raise ``RuntimeError``.
 
@@ -325,6 +342,7 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     static graph it has found by itself which parameters take part, and waits for no others.
     """
     waits_for_all = isinstance(model, nn.parallel.DistributedDataParallel) and not model.static_graph
+    optimizers = list(optimizers)
     frozen: set[int] = set()
     # DDP waits for those of frozen parts as well.
     if not waits_for_all:
@@ -336,9 +354,13 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     if not names:
         return
     finding = f"step {step + 1}: no gradient for {len(names)} trained parameter(s) ({shortened(names, 3)})"
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    outside = [name.removeprefix("module.") for name, p in model.named_parameters() if id(p) not in stepped]
+    if added := [name for name in names if name in outside]:
+        finding += f", of which no optimizer steps {shortened(added, 3)}: add modules before prepare, which builds it"
     remedy = (
         "let the loss depend on each in every step, if only through a term with coefficient 0, or call "
-        "requires_grad_(False) on them before preparation.prepare"
+        "requires_grad_(False) on them before prepare"
     )
     if waits_for_all:
         raise RuntimeError(

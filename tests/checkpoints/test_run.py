@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -706,11 +706,11 @@ def test_a_directory_that_this_process_still_holds_says_how_to_release_it(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     config = Config(str(tmp_path / "run"))
-    first = start(accelerator, config)
-    with pytest.raises(UsageError, match=rf"earlier run of this process \(process {os.getpid()} .*call close\(\)"):
+    first = open_run(options_of(config), accelerator, "d" * 8, {"optimizer.decay_steps": 10})
+    held = rf"earlier run of this process \(process {os.getpid()} .*call close\(\)"
+    with closing(first), pytest.raises(UsageError, match=held):
         start(accelerator, config)
-    first.close()
-    start(accelerator, config).close()
+    start(accelerator, config)
 
 
 @pytest.mark.parametrize("value", [float("inf"), {"lr": torch.ones(2)}, Path("data")])

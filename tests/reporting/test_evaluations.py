@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.config import UsageError
-from accel_train.reporting.evaluations import numbers, returned_by
+from accel_train.reporting.evaluations import numbers, returned_by, warn_undeclared
 
 
 def test_tensors_and_arrays_of_one_element_are_numbers() -> None:
@@ -47,3 +47,14 @@ def test_anything_else_is_refused_once_the_step_is_saved(returned: Any, words: s
 def test_an_evaluation_that_was_called_already_is_refused() -> None:
     with pytest.raises(UsageError, match="it was given a dict: pass the function itself, without calling it"):
         returned_by({"loss": 0.5})
+
+
+def test_a_misspelt_metric_is_named_with_the_one_that_was_meant(caplog: pytest.LogCaptureFixture) -> None:
+    warn_undeclared(["heldout_nll", "heldout_macro_f1"], {"heldout_nll": 1.0, "heldout_f1": 0.5})
+    [record] = caplog.records
+    assert "returned heldout_f1, which" in record.getMessage()
+    assert "(did you mean 'heldout_macro_f1'?)" in record.getMessage()
+    caplog.clear()
+    warn_undeclared(["heldout_nll"], {"heldout_nll": 1.0, "more": 0.5})
+    warn_undeclared(None, {"more": 0.5})
+    assert not caplog.records

@@ -160,7 +160,7 @@ def test_a_number_in_place_of_a_tensor_is_refused(accelerator: Accelerator, weig
     micro_batches: list[Any] = [({}, weight)]
     with pytest.raises(
         UsageError,
-        match=rf"given to prepared\.window \(step 1\): {found}, but a tensor, or a dict",
+        match=rf"given to the window \(step 1\): {found}, but a tensor, or a dict",
     ):
         GradientWindow(accelerator, model, micro_batches, {"main": 1.0}, 0)
     window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, 0)

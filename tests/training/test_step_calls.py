@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.step_calls import StepCalls, note_gradient
 
@@ -177,3 +179,38 @@ def test_an_optimizer_may_change_its_rate_in_its_step(model: nn.Module) -> None:
     calls = StepCalls(optimizer)
     for _ in range(3):
         step(calls, optimizer, model, lambda: None)
+
+
+def window_over(model: nn.Module, accelerator: Accelerator) -> None:
+    window = GradientWindow(accelerator, model, [({}, torch.ones(1))], {"main": 1.0}, step=0)
+    for _ in window:
+        window.backward(model(torch.ones(1, 2)).sum(1))
+    window.finish(0)
+
+
+def test_a_parameter_frozen_before_the_optimizer_was_built_passes(
+    accelerator: Accelerator, model: nn.Sequential
+) -> None:
+    model[0].requires_grad_(False)
+    prepared, _ = accelerator.prepare(model, optimizer_over_all(model))
+    window_over(prepared, accelerator)
+
+
+def optimizer_over_all(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, OptimizerConfig(lr=0.1), CPU)[0]
+
+
+def test_a_parameter_frozen_late_is_refused(accelerator: Accelerator, model: nn.Sequential) -> None:
+    prepared, _ = accelerator.prepare(model, optimizer_over_all(model))
+    prepared[0].requires_grad_(False)
+    with pytest.raises(UsageError, match=r"2 parameter\(s\) \(0\.weight, 0\.bias\) were frozen after the optimizer"):
+        window_over(prepared, accelerator)
+
+
+def test_a_module_added_after_prepare_is_said_to_be_in_no_optimizer(
+    accelerator: Accelerator, model: nn.Sequential, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared, _ = accelerator.prepare(model, optimizer_over_all(model))
+    prepared[1].more = nn.Linear(1, 1, bias=False)
+    window_over(prepared, accelerator)
+    assert "of which no optimizer steps 1.more.weight: add modules before prepare" in caplog.text
