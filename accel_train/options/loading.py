@@ -127,8 +127,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     with refusals.at_a_resume(cls, tree, arguments):
         config, moot = _with_changes(base, tree, changes, flags, source)
     origins = origins_of(tree, source, config, flags)
-    origins |= {key: "--smoke" for key in smoke if key not in flags}
-    origins |= replaced | moot
+    origins |= {key: "--smoke" for key in smoke if key not in flags} | replaced | moot
     set_origins(config, origins)
     loaded = Loaded(config, origins, path, changes)
     if prints_config:
@@ -387,9 +386,8 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         # From a group's own check, with a complete text.
-        if not key or message.startswith((f"{key}.", f"{key}:", f"{key}=")):
-            return f"{there}: {message}"
-        return f"{there}: {key}: {message}"
+        is_named = not key or message.startswith((f"{key}.", f"{key}:", f"{key}="))
+        return f"{there}: {message}" if is_named else f"{there}: {key}: {message}"
     # pydantic names the bound of the range, which is infinite for a positive number.
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):

@@ -42,7 +42,6 @@ from accel_train.pipeline import (
 )
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
-from accel_train.store.exports.peft_layout import WEIGHTS_STEM
 
 if TYPE_CHECKING:
     from accel_train.domains.language.samples import EvaluationConfig
@@ -339,7 +338,7 @@ def _code_for_peft(options: ModelConfig) -> dict[str, str]:
             'base = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THE_BASE")\n'
             f"model = PeftModel.from_pretrained(base, {PLACE})"
         )
-    return {"program": "peft", "needs": f"{WEIGHTS_STEM}.safetensors", "code": code}
+    return {"program": "peft", "needs": "adapter_model.safetensors", "code": code}
 
 
 def write_files(

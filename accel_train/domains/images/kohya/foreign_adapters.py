@@ -107,9 +107,10 @@ def _read(file: Path) -> dict[str, Change]:
         elif not key.endswith(OF_LAYER):
             raise UsageError(f"{file}: has {key}, which is no part of LoRA; a LoRA file is required")
     halves = [layer for layer, matrices in pairs.items() if len(matrices) < 2]
-    if halves or not pairs:
-        reason = f"has one of the two matrices of {shortened(halves, 3)}" if halves else "has no tensors"
-        raise UsageError(f"{file}: {reason}; a LoRA file is required")
+    if halves:
+        raise UsageError(f"{file}: has one of the two matrices of {shortened(halves, 3)}; a LoRA file is required")
+    if not pairs:
+        raise UsageError(f"{file}: has no tensors; a LoRA file is required")
     changes: dict[str, Change] = {}
     for layer, matrices in pairs.items():
         alpha = tensors.get(f"{layer}.alpha")
@@ -165,10 +166,15 @@ def _load(file: Path, base: DiffusersBase) -> Any:
 def _fill_with_zeros(model: nn.Module) -> None:
     """Give each tensor of a model on the meta device one zero: peft moves adapters to the device of their layer."""
     for module in model.modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(module, name, nn.Parameter(zeros, requires_grad=False) if is_parameter else zeros)
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(_zeros_like(parameter), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _zeros_like(buffer))
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    # All elements are one in memory: a base of 12 billion parameters would not fit otherwise.
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _refuse_other_change(file: Path, expected: Mapping[str, Change], models: Mapping[str, nn.Module]) -> None:
@@ -209,7 +215,10 @@ def _idle_layers(base: DiffusersBase, name: str, model: nn.Module) -> Callable[[
         idle = base.family.idle(model)
         return lambda path: path in idle
     way = joint.WAYS.get(base.family.name)
-    block = trained_text.idle_block(model) if way is not None and way.skips_last else None
+    if way is None or not way.skips_last:
+        return lambda path: False
+    # XL reads the layer before the last one, except for the pooled output.
+    block = trained_text.idle_block(model)
     return lambda path: block is not None and path.startswith(block)
 
 
@@ -256,8 +265,11 @@ def _refuse_untrainable(file: Path, name: str, layers: Mapping[str, Any]) -> Non
 
 def _write(directory: Path, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
-        folder = directory if len(parts) == 1 else directory / name
-        folder.mkdir(exist_ok=True)
+        folder = directory
+        # Adapters of several components have equal names in their files.
+        if len(parts) > 1:
+            folder = directory / name
+            folder.mkdir()
         save_file(dict(part.tensors), folder / f"{WEIGHTS_STEM}.safetensors", metadata={"format": "pt"})
         write_settings(folder, _settings(part, list(part.layers)))
     if len(parts) == 1:

@@ -18,10 +18,11 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.images.pipelines.family import INDEX
 from accel_train.domains.models.pretrained import UNREAD, near_folder, refuse_missing, without_notices_of_imports
 from accel_train.store import strict_json
-from accel_train.store.exports import peft_layout
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of peft beside adapters."""
 CONFIG = "config.json"
 REMEDY = "download the base again, or give another --base.source"
 PROBE = "a red flag, two dogs"
@@ -44,10 +45,10 @@ def refuse_other_folder(folder: Path, source: str) -> None:
 
 def refuse_adapters(folder: Path, source: str) -> None:
     """Raise ``UsageError`` for a folder of adapters given as a base."""
-    if (folder / peft_layout.CONFIG_FILE).is_file():
-        base = _read(folder / peft_layout.CONFIG_FILE).get("base_model_name_or_path") or "BASE"
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = _read(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
         raise UsageError(
-            f"base.source {source!r}: {folder} holds adapters ({peft_layout.CONFIG_FILE}), not a whole pipeline; to "
+            f"base.source {source!r}: {folder} holds adapters ({ADAPTER_CONFIG}), not a whole pipeline; to "
             f"train them further, give --base.source {base} --init_from {source}; or export their run with accel-train "
             "export RUN FOLDER --merged, and give FOLDER"
         )
