@@ -124,7 +124,7 @@ class Convertible(Protocol):
 
     @classmethod
     def write_for_others(cls, directory: Path) -> list[str]:
-        """Write further files into an export, beside its weights and config.json, and return lines about them."""
+        """Write further files into an export, beside its weights and config.json, and return lines for its readers."""
         ...
 
 

@@ -160,8 +160,8 @@ def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
 
 
 def _write_for_others(directory: Path) -> list[str]:
-    """Let the pipeline named by config.json write its weights for other programs too, and return lines about it."""
-    if not (directory / "config.json").is_file():
+    """Let the pipeline named beside the weights write these for other programs too, and return lines about them."""
+    if not any((directory / name).is_file() for name in loading.DESCRIPTIONS):
         return []
     if not loading.is_allowed(loading.read_description(directory).get("pipeline")):
         return []

@@ -119,6 +119,11 @@ class LanguagePipeline:
         pipeline._read_ends(dict.fromkeys(pipeline.adapters, directory))
         return pipeline
 
+    @classmethod
+    def write_for_others(cls, directory: Path) -> list[str]:
+        """Write nothing: transformers and peft read an export as it is. Return a line if one of them reads less."""
+        return adapted.notices_of_dora(directory) if is_adapter(directory) else []
+
     def attach(self, adapters: Mapping[str, Path]) -> None:
         """Put further adapters on the model, by name: directories of checkpoints or exports, verified already.
 

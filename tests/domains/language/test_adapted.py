@@ -169,6 +169,25 @@ def test_run_and_export_give_what_peft_gives(variant: Any, base: Path, tmp_path:
         assert torch.equal(logits(load(place).model), expected)
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_an_export_of_dora_names_the_reader_that_drops_its_magnitudes(
+    variant: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure of "dora" alone means that transformers reads them now: drop the notice, and the line in use.md."""
+    from transformers import AutoModelForCausalLM
+
+    run = adapter_run(tmp_path / "run", base, variant=variant)
+    assert cli._main(["export", str(run), str(tmp_path / "out")]) == 0
+    says = "AutoModelForCausalLM of transformers drops DoRA's magnitudes"
+    assert (says in capsys.readouterr().out) == (variant == "dora")
+    alone: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = logits(alone.eval())
+    expected = logits(with_peft(base, tmp_path / "out"))
+    assert torch.allclose(found, expected, atol=1e-3) == (variant == "lora")
+    assert cli._main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
+    assert says not in capsys.readouterr().out
+
+
 def test_averaged_adapters_are_used_where_there_are_any(base: Path, tmp_path: Path) -> None:
     run = adapter_run(tmp_path / "run", base, ema=True)
     assert cli._main(["export", str(run), str(tmp_path / "out"), "--weights", "ema"]) == 0
