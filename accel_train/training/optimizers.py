@@ -62,7 +62,8 @@ class OptimizerConfig:
     """Added to the root of the running square. Larger values damp the step where gradients are tiny."""
 
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled decay: a decayed weight loses lr * weight_decay of its value each step. 0: off."""
+    """Decoupled decay: a decayed weight loses lr * weight_decay of its value each step. 0: off. Norms, biases and
+    embeddings never decay."""
 
     max_grad_norm: NonNegativeFloat = 1.0
     """Upper limit of the L2 norm of the gradient over all parameters and processes. A larger gradient is
