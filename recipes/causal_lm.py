@@ -73,6 +73,7 @@ class Config(experiment.ExperimentConfig):
             baselines=perplexity.BASELINES,
             own_summary=True,
         ),
+        decides_shapes=("lora.rank", "lora.targets"),
         one_loss_term=True,
         decided_by={"nll": "min"},
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),

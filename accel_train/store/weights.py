@@ -356,8 +356,8 @@ def _read_finite(
 
 
 def _describe_one_sided(name: str, found: TensorInfo | None, expected: Tensor | None) -> str:
-    in_file = found.shape if found is not None else None
-    in_model = tuple(expected.shape) if expected is not None else None
+    in_file = found.shape if found is not None else "missing"
+    in_model = tuple(expected.shape) if expected is not None else "missing"
     return f"{name}: {in_file} in the file, {in_model} in the model"
 
 

@@ -594,3 +594,13 @@ def test_no_change_of_shapes_is_proposed(recipe: ModuleType, preset: str, flags:
     # Nothing is said of what was allowed and has not changed.
     assert refused("--seed 1 --allow model.width").endswith("accept the change with --allow model.width seed")
     assert refused("--seed 1").endswith("accept the change with --allow seed")
+
+
+def test_no_change_of_rank_is_proposed_for_a_language_model(tmp_path: Path) -> None:
+    given = f"causal_lm_tune --output_dir {tmp_path} --model.source org/name"
+    saved = {"experiment": load(causal_lm, given).run_options().experiment}
+    now = load(causal_lm, f"{given} --lora.rank 4").run_options()
+    with pytest.raises(UsageError, match=r"or go back to the saved values: the weights do not fit another lora\.rank$"):
+        refuse_changes(
+            saved, now.experiment, (), now.free_to_change, ("output_dir", "x"), now.defaults, now.decides_shapes
+        )

@@ -413,14 +413,14 @@ def test_an_average_is_completed_by_the_weights_beside_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"body__weight": None}, r"body.weight: None in the file, \(3, 4\) in the model"),
-        ({"more": torch.zeros(1)}, r"more: \(1,\) in the file, None in the model"),
+        ({"body__weight": None}, r"body.weight: missing in the file, \(3, 4\) in the model"),
+        ({"more": torch.zeros(1)}, r"more: \(1,\) in the file, missing in the model"),
         ({"body__bias": torch.zeros(4)}, r"body.bias: \(4,\) in the file, \(3,\) in the model"),
         ({"body__bias": torch.zeros(3, dtype=torch.int64)}, "body.bias: I64 in the file, float32 in the model"),
         ({"body__bias": torch.zeros(3).to(torch.float8_e4m3fn)}, "body.bias: F8_E4M3 in the file, float32"),
         ({"count": torch.tensor(1.0)}, "count: F32 in the file, int64 in the model"),
         ({"count": torch.tensor(True)}, "count: BOOL in the file, int64 in the model"),
-        ({"scratch": torch.zeros(2)}, r"scratch: \(2,\) in the file, None in the model"),
+        ({"scratch": torch.zeros(2)}, r"scratch: \(2,\) in the file, missing in the model"),
         ({f"x{i}": torch.zeros(1) for i in range(5)}, "and 2 more"),
         ({"body__bias": torch.tensor([0.0, float("nan"), 1.0])}, r"body.bias contains 1 value\(s\) that are NaN"),
         ({"body__bias": torch.tensor([0.0, 2.0, float("inf")])}, r"body.bias contains 1 value\(s\)"),
