@@ -226,7 +226,9 @@ def _data_note(result: Result) -> str:
 
 def _interval_note(result: Result) -> str:
     count = result.plan.rounds
-    each = ", each with a seed of its own" if result.plan.seeds else ""
+    each = ""
+    if result.plan.seeds:
+        each = ", each with a seed of its own"
     if count >= ROUNDS_FOR_LEVEL:
         return f"medians of {count} rounds{each}, with bootstrap {LEVEL:.0%} intervals over the rounds"
     if count > 1:

@@ -31,7 +31,7 @@ from accel_train.options import completion, help_cache, help_text, other_recipes
 from accel_train.options.allowed import refuse_undeclared, refuse_unknown_smoke
 from accel_train.options.flags import FlagError, read_flags, refusal, refuse_other_fields, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys
-from accel_train.options.other_scripts import FORMS_HERE
+from accel_train.options.other_scripts import how_to_correct
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.options.tree import (
     DEFAULT,
@@ -348,7 +348,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
             reason = "'' is refused: a value is required, and a shell variable that is not set has none"
         if reason:
             where_key = place_of(where, places, key.split("."))
-            raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")
+            raise UsageError(f"{where_key}: {key}: {reason}; {how_to_correct(where, key)}")
     try:
         return _validator(cls).validate_python(dict(tree))
     except ValidationError as error:
@@ -371,12 +371,6 @@ def _validator(cls: type[C]) -> TypeAdapter[C]:
     return TypeAdapter(cls)
 
 
-def _remedy(where: str, key: str) -> str:
-    if where == "command line":
-        return f"correct --{key}{FORMS_HERE.get(key, '')}"
-    return f"change it in the file or with --{key}"
-
-
 def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     # pydantic puts the members of a union into the location, between the names of fields.
     names = {name for option in option_names(cls) for name in option.split(".")}
@@ -386,8 +380,9 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         # From a group's own check, with a complete text.
-        is_named = not key or message.startswith((f"{key}.", f"{key}:", f"{key}="))
-        return f"{there}: {message}" if is_named else f"{there}: {key}: {message}"
+        if not key or message.startswith((f"{key}.", f"{key}:", f"{key}=")):
+            return f"{there}: {message}"
+        return f"{there}: {key}: {message}"
     # pydantic names the bound of the range, which is infinite for a positive number.
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):
@@ -398,4 +393,4 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     message = re.sub(r"^Input should be (.*)", r"a value \1 is required", message)
     # An element such as betas.1 is set with --betas.
     flag = ".".join(part for part in parts if not part.isdigit())
-    return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"
+    return f"{there}: {key}: {value!r} is refused: {message}; {how_to_correct(where, flag)}"

@@ -322,3 +322,10 @@ def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
     if named and not set(named) & set(known):
         return f"no option corresponds to it (other recipes have {remedy})"
     return f"use {remedy}"
+
+
+def how_to_correct(where: str, option: str) -> str:
+    """Return the remedy for a refused value, with the form of the option if other scripts have another."""
+    if where == "command line":
+        return f"correct --{option}{FORMS_HERE.get(option, '')}"
+    return f"change it in the file or with --{option}"

@@ -29,7 +29,6 @@ from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, LoraCon
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Example
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import manifest, planning, strict_json, weights
-from accel_train.store.exports.peft_layout import CONFIG_FILE
 from accel_train.store.pretrained_base import refuse_other_base
 
 MERGE_TOLERANCE = 1e-4
@@ -52,7 +51,7 @@ def notices_of_dora(directory: Path) -> list[str]:
 
     Its ``from_pretrained`` leaves the magnitudes as initialised, with a line in a report at most.
     """
-    if not strict_json.read_object(directory / CONFIG_FILE).get("use_dora"):
+    if not strict_json.read_object(directory / "adapter_config.json").get("use_dora"):
         return []
     return [
         "note: AutoModelForCausalLM of transformers drops DoRA's magnitudes: load with PeftModel of peft, or export "

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from accel_train.store import manifest
-
 T = TypeVar("T")
 ADAPTER = "default"
 """Name of the adapter in a model. peft leaves it out of file names and keys."""
@@ -44,6 +42,9 @@ def folders(directory: Path) -> dict[str, Path]:
     A directory written by peft is itself the only folder, with an empty prefix. An export of adapters for several
     components has one folder for each. Returns no folder for any other directory, such as a checkpoint.
     """
+    # Imported late, because bases of pictures import this module, and chains of imports are short.
+    from accel_train.store import manifest
+
     # A download of a pushed checkpoint also has files for other programs, which its manifest does not list.
     if not (directory / CONFIG_FILE).is_file() or manifest.is_checkpoint(directory):
         return {}

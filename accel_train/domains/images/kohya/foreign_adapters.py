@@ -115,7 +115,10 @@ def _read(file: Path) -> dict[str, Change]:
     for layer, matrices in pairs.items():
         alpha = tensors.get(f"{layer}.alpha")
         rank = matrices[True].shape[0]
-        scale = _scale_of_settings(settings, layer, rank) if alpha is None else float(alpha) / rank
+        # A scale in the file comes before that of its settings, as in diffusers.
+        scale = _scale_of_settings(settings, layer, rank)
+        if alpha is not None:
+            scale = float(alpha) / rank
         changes[layer] = Change(matrices[True], matrices[False], scale)
     return changes
 
@@ -313,4 +316,6 @@ def _options(group: str, part: Part, paths: Collection[str], layers: lora.Layers
     options = f"--{group}.rank {part.rank} --{group}.alpha {part.alpha:g}"
     if set(layers.of(layers.default)) != set(paths):
         options += f" --{group}.targets {' '.join(lora.names_of_layers(paths, layers))}"
-    return f"{options} --lora.variant dora" if part.is_dora and group == "lora" else options
+    if part.is_dora and group == "lora":
+        options += " --lora.variant dora"
+    return options
