@@ -11,7 +11,6 @@ from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest, run_file
-from accel_train.store.exports.verification import EXPORTED_OPTIONS
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
@@ -65,7 +64,8 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     if found:
         return Place(path, found, None)
     upload = ""
-    if (path / EXPORTED_OPTIONS).is_file():
+    # A file that only an export has.
+    if (path / "experiment.json").is_file():
         upload = f"; it is an export, which goes to the Hub with: hf upload OWNER/NAME {shlex.quote(str(path))}"
     raise UsageError(
         f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it contains "

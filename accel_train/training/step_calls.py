@@ -329,8 +329,8 @@ def refuse_late_freezing(model: nn.Module, optimizers: Iterable[Any]) -> None:
     names = [name.removeprefix("module.") for name, p in model.named_parameters() if id(p) in frozen]
     if names:
         raise UsageError(
-            f"requires_grad: {len(names)} parameter(s) ({shortened(names, 3)}) were frozen after the optimizer was built"
-            ": the same parameters are required in every step; call requires_grad_(False) before build_optimizer or "
+            f"requires_grad: {len(names)} parameter(s) ({shortened(names, 3)}) were frozen after the optimizer was "
+            "built: the same parameters are required in every step; call requires_grad_(False) before build_optimizer or "
             "preparation.prepare, or choose set_frozen for a part that is frozen in some steps only"
         )
 
