@@ -17,7 +17,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import initial_weights
+from accel_train.config import UsageError
 from accel_train.runtime import rehearsal
+from accel_train.speed.memory.fitting import size_of
 from tests import zygote
 from tests.waiting import free_port
 
@@ -265,3 +267,9 @@ def test_what_cannot_be_shared_is_built_and_read_by_each(tmp_path: Path) -> None
 
 def test_weights_that_stay_on_the_host_are_built_by_each(tmp_path: Path) -> None:
     assert outcomes(tmp_path, build_unsharded) == [{"calls": ["built", "read"]}] * 2
+
+
+def test_a_function_that_returns_more_than_the_model_is_refused() -> None:
+    build: Any = lambda: (nn.Linear(1, 1), 1)  # noqa: E731
+    with pytest.raises(UsageError, match=r"build_model: the function returned a tuple: a torch\.nn\.Module is"):
+        size_of(build)

@@ -330,7 +330,7 @@ def refuse_late_freezing(model: nn.Module, optimizers: Iterable[Any]) -> None:
     if names:
         raise UsageError(
             f"requires_grad: {len(names)} parameter(s) ({shortened(names, 3)}) were frozen after the optimizer was "
-            "built: the same parameters are required in every step; call requires_grad_(False) before build_optimizer or "
+            "built: the same ones are required in every step; call requires_grad_(False) before build_optimizer or "
             "preparation.prepare, or choose set_frozen for a part that is frozen in some steps only"
         )
 
@@ -357,7 +357,7 @@ def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     outside = [name.removeprefix("module.") for name, p in model.named_parameters() if id(p) not in stepped]
     if added := [name for name in names if name in outside]:
-        finding += f", of which no optimizer steps {shortened(added, 3)}: add modules before prepare, which builds it"
+        finding += f", of which {shortened(added, 3)} is in no optimizer: add modules before prepare"
     remedy = (
         "let the loss depend on each in every step, if only through a term with coefficient 0, or call "
         "requires_grad_(False) on them before prepare"

@@ -213,4 +213,4 @@ def test_a_module_added_after_prepare_is_said_to_be_in_no_optimizer(
     prepared, _ = accelerator.prepare(model, optimizer_over_all(model))
     prepared[1].more = nn.Linear(1, 1, bias=False)
     window_over(prepared, accelerator)
-    assert "of which no optimizer steps 1.more.weight: add modules before prepare" in caplog.text
+    assert "of which 1.more.weight is in no optimizer: add modules before prepare" in caplog.text
