@@ -265,7 +265,8 @@ def test_the_advice_of_a_refused_start_is_followed_at_once(name: str, tmp_path: 
     run = train(tmp_path, "first", *short, *FLAGS, *both, "--lora.alpha", "7")
     out = tmp_path / "out"
     assert cli._main(["export", str(run), str(out)]) == 0
-    plain = ("--lora.rank", "1", "--base.encoder_precision", "bf16")
+    # As a preset for a small device.
+    plain = ("--lora.rank", "1", "--base.encoder_precision", "bf16", "--precision", "bf16")
     with pytest.raises(UsageError, match=r"^--lora\.rank 1, .* --text_encoders\.targets all-linear") as refused:
         train(tmp_path, "other", *short, *plain, "--init_from", str(out))
     together, alone = after_its_advice(refused.value)
@@ -274,7 +275,7 @@ def test_the_advice_of_a_refused_start_is_followed_at_once(name: str, tmp_path: 
     without = train(tmp_path, "without", *short, *plain, *alone)
     assert not any("text_encoder." in key for key in weights_of(without, 1))
     with pytest.raises(UsageError, match=r"give --text_encoders\.rank 0, without other options of text_encoders$"):
-        train(tmp_path, "more", *short, *plain[2:], *FLAGS, *alone, "--base.encoder_precision", "fp32")
+        train(tmp_path, "more", *short, *FLAGS, *alone)
 
 
 def drawn_by_the_base(base: Path, sampler: Mapping[str, Any]) -> Any:
