@@ -176,7 +176,7 @@ def test_a_model_on_the_hub_is_downloaded_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "download", download)
     found = "org/name@0123", dict(commit.verify(source).manifest)
-    monkeypatch.setattr(hub, "_manifest_at_commit", lambda _: found)
+    monkeypatch.setattr(hub, "_manifest_at_commit", lambda _, **options: found)
     first = loading.find("hub:org/name@3")
     assert isinstance(accel_train.load("hub:org/name@3"), FieldPipeline)
     assert downloads == ["org/name@0123"]
