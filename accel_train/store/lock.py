@@ -130,7 +130,7 @@ def in_use(directory: Path, holder: object) -> UsageError:
     if match is not None and match.groups() == (str(os.getpid()), socket.gethostname()):
         return UsageError(
             f"output_dir: {directory} is in use by an earlier run of this process ({holder}), which still holds it; "
-            "call close() on the Run that open_run returned, or decorate the main of a recipe with "
-            "runtime.exiting.one_run: both release the directory"
+            "release it first: after open_run, put all of a run's work into `with contextlib.closing(run):`, or "
+            "decorate the main of a recipe with runtime.exiting.one_run"
         )
     return UsageError(f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first")

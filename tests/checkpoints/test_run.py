@@ -707,7 +707,7 @@ def test_a_directory_that_this_process_still_holds_says_how_to_release_it(
 ) -> None:
     config = Config(str(tmp_path / "run"))
     first = open_run(options_of(config), accelerator, "d" * 8, {"optimizer.decay_steps": 10})
-    held = rf"earlier run of this process \(process {os.getpid()} .*call close\(\)"
+    held = rf"earlier run of this process \(process {os.getpid()} .*contextlib\.closing\(run\)"
     with closing(first), pytest.raises(UsageError, match=held):
         start(accelerator, config)
     start(accelerator, config)

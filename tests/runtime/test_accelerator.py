@@ -175,7 +175,7 @@ def test_a_start_in_the_directory_of_a_living_run_leaves_its_log_alone(tmp_path:
     log.parent.mkdir(parents=True)
     log.write_text("of the living run\n")
     running = lock.acquire(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"is in use by process \d+ on "):
+    with pytest.raises(UsageError, match=r"is in use by an earlier run of this process \(process \d+ on "):
         startup.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
     running.release()
     assert log.read_text() == "of the living run\n"
