@@ -50,9 +50,9 @@ def test_an_export_is_uploaded_by_hf(server: HubServer, tmp_path: Path) -> None:
     api = HfApi()
     api.create_repo("me/export")
     api.upload_folder(repo_id="me/export", folder_path=folder)
-    with pytest.raises(
-        UsageError, match="for an uploaded export or plain weights: hf download me/export --local-dir FOLDER"
-    ):
+    # With the commit that was looked at.
+    advice = r"for an uploaded export or plain weights: hf download me/export --revision \w{40} --local-dir FOLDER"
+    with pytest.raises(UsageError, match=advice):
         load("hub:me/export")
     assert load(snapshot_download("me/export", local_dir=tmp_path / "back"))("a text", max_new_tokens=2) is not None
 
