@@ -402,7 +402,8 @@ def test_parameters_that_the_loss_does_not_use_are_named_in_the_first_step(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Spare()
-    groups = [{"params": module.frozen.parameters(), "frozen": True}, {"params": module.used.parameters()}]
+    trained = [*module.used.parameters(), *module.table.parameters()]
+    groups = [{"params": module.frozen.parameters(), "frozen": True}, {"params": trained}]
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(groups, lr=1e-3))
     for _ in range(2):
         window = window_over(accelerator, model, 4)
