@@ -547,7 +547,7 @@ def test_adapters_to_start_from_have_the_scale_of_their_options(tmp_path: Path) 
     config = LoraConfig(rank=RANK, alpha=ALPHA)
     adapters.build(base, config, TEXT, "fp32", CPU, tmp_path)
     # Without the last block of the first encoder, which has none here either.
-    with pytest.raises(UsageError, match=r"^text_encoders\.targets q_proj: .* with --text_encoders\.targets .*; give"):
+    with pytest.raises(UsageError, match=r"^--text_encoders\.targets q_proj: .*; give --text_encoders\.targets all-linear$"):
         adapters.build(base, config, replace(TEXT, targets=("q_proj",)), "fp32", CPU, tmp_path)
     with pytest.raises(UsageError, match=r"^--text_encoders\.alpha 2: .*; give --text_encoders\.alpha 5$"):
         adapters.build(base, config, replace(TEXT, alpha=2.0), "fp32", CPU, tmp_path)
