@@ -192,10 +192,11 @@ def _required(other: Mapping[str, _Pair]) -> str:
 def _rest_alone(directory: Path, other: Mapping[str, _Pair], parts: Sequence[PartOfModel]) -> str:
     """Return how to start without the adapters of ``parts``, if this run has none there. Empty if it has."""
     groups = {part.options for part in parts if part.rank == 0}
-    if not any(f"{group}.rank" in other for group in groups):
+    folders = peft_layout.folders(directory)
+    # A single folder holds them all, and none can be left out.
+    if "" in folders or not any(f"{group}.rank" in other for group in groups):
         return ""
-    names = {f"{part.name}." for part in parts}
-    rest = [folder for beginning, folder in peft_layout.folders(directory).items() if beginning not in names]
+    rest = [folder for name, folder in folders.items() if name not in {f"{part.name}." for part in parts}]
     if not rest:
         return f"; or run accel-train export {directory}, and start from the other folder of adapters in it"
     options = _required({name: pair for name, pair in other.items() if name.startswith("lora.")})

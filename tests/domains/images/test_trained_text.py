@@ -547,9 +547,11 @@ def test_adapters_to_start_from_have_the_scale_of_their_options(tmp_path: Path) 
     config = LoraConfig(rank=RANK, alpha=ALPHA)
     adapters.build(base, config, TEXT, "fp32", CPU, tmp_path)
     # Without the last block of the first encoder, which has none here either.
-    with pytest.raises(UsageError, match=r"^--text_encoders\.targets q_proj: .*; give --text_encoders\.targets all-linear$"):
+    with pytest.raises(UsageError, match=r"^--text_encoders\.targets q_proj: .* --text_encoders\.targets all-linear$"):
         adapters.build(base, config, replace(TEXT, targets=("q_proj",)), "fp32", CPU, tmp_path)
     with pytest.raises(UsageError, match=r"^--text_encoders\.alpha 2: .*; give --text_encoders\.alpha 5$"):
         adapters.build(base, config, replace(TEXT, alpha=2.0), "fp32", CPU, tmp_path)
-    with pytest.raises(UsageError, match=r"^--text_encoders\.rank 0 and .*; give --text_encoders\.rank 2 --text_enc"):
+    with pytest.raises(
+        UsageError, match=r"^--text_encoders\.rank 0, .*; give --text_encoders\.rank 2 --text_encoders\.alpha 5"
+    ):
         adapters.build(with_frozen_text(base), config, TextEncoderConfig(), "fp32", CPU, tmp_path)
