@@ -117,7 +117,7 @@ def try_extras(attempt: Attempt, write_extras: Callable[[Path], None] | None) ->
     """Call ``write_extras`` once with a directory that is deleted, so that a fault in it loses no step. A collective.
 
     The main process alone gives a function. Costs the time and the space on the disk of its files. An error is raised
-    on every rank. A full disk is left to the first save, which has a policy for it (``checkpoints.on_error``).
+    on every rank, one of the file system as ``CheckpointWriteError``. A full disk is left to the first save, which has a policy for it (``checkpoints.on_error``).
     """
     if write_extras is not None:
         # A name that the next start sweeps, should this one be killed meanwhile.
@@ -130,10 +130,10 @@ def try_extras(attempt: Attempt, write_extras: Callable[[Path], None] | None) ->
     if isinstance(attempt.error, OSError) and attempt.error.errno in commit.DISK_FULL:
         attempt.error = None
     agreed = attempt.agree(None)
-    if attempt.error is not None:
+    if attempt.error is not None and not isinstance(attempt.error, OSError):
         raise attempt.error
     if agreed is None:
-        raise commit.CheckpointWriteError(attempt.reason)
+        raise commit.CheckpointWriteError(attempt.reason) from attempt.error
 
 
 class Phase(Enum):

@@ -36,7 +36,7 @@ AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_(?P<step>\d+)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
-NO_SPACE = "no space left for a checkpoint"
+NO_SPACE = "no space left for a checkpoint in"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 FileFacts = tuple[int, int, int, int, str]
@@ -390,5 +390,5 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
                 f"{shlex.quote(str(directory))} --keep_last N"
             )
         sizes = f"need about {binary_size(needed_bytes)}, free {binary_size(free)}"
-        return f"{NO_SPACE} in {directory} ({sizes}; {error}); {remedy}"
+        return f"{NO_SPACE} {directory} ({sizes}; {error}); {remedy}"
     return f"checkpoint in {directory} could not be written: {type(error).__name__}: {error}"
