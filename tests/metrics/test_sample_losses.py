@@ -170,7 +170,8 @@ def test_terms_not_trained_since_the_last_log_point(accelerator: Accelerator) ->
 def test_losses_of_something_else_than_samples_train_and_have_no_mean(accelerator: Accelerator) -> None:
     model = accelerator.prepare(nn.Linear(6, 2))
     inputs = batch()
-    window = GradientWindow(accelerator, model, [(inputs, inputs["weight"])], {"main": 1.0}, 0)
+    both = inputs["weight"].repeat_interleave(2)
+    window = GradientWindow(accelerator, model, [(inputs, both)], {"main": 1.0}, 0)
     for each in window:
         window.backward((model(each["x"]) - each["y"]).flatten())  # two for each sample
     result = window.finish(0.0)
