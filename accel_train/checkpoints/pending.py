@@ -117,17 +117,18 @@ def try_extras(attempt: Attempt, write_extras: Callable[[Path], None] | None) ->
     """Call ``write_extras`` once with a directory that is deleted, so that a fault in it loses no step. A collective.
 
     The main process alone gives a function. Costs the time and the space on the disk of its files. An error is raised
-    on every rank, one of the file system as ``CheckpointWriteError``. A full disk is left to the first save, which has a policy for it (``checkpoints.on_error``).
+    on every rank, one of the file system as ``CheckpointWriteError``. A full disk is left to the first save, which has
+    a policy for it (``checkpoints.on_error``).
     """
     if write_extras is not None:
         # A name that the next start sweeps, should this one be killed meanwhile.
         attempt.temporary = attempt.directory / commit.temporary_name(attempt.step, atomic_files.new_nonce())
         # Training draws what it would have drawn without the trial.
-        with attempt.part(), preserve_random_states():
+        with attempt.part(), preserve_random_states(of_device=True):
             attempt.temporary.mkdir(parents=True)
             extra_files(attempt.temporary, write_extras)
         attempt.discard()
-    if isinstance(attempt.error, OSError) and attempt.error.errno in commit.DISK_FULL:
+    if attempt.error is not None and commit.is_disk_full(attempt.error):
         attempt.error = None
     agreed = attempt.agree(None)
     if attempt.error is not None and not isinstance(attempt.error, OSError):

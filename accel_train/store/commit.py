@@ -376,12 +376,17 @@ def is_alive(pid: int, wrote_at: float) -> bool:
         return False
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Return True if a write failed for want of space, or of the right to more."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return True
+    # safetensors raises its own exception, with the number in the text. These are those of `DISK_FULL` on Linux.
+    return re.search(r"os error (28|122|27)\b", str(error)) is not None
+
+
 def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -> str:
     """Describe a failed write in one sentence, with the numbers if the disk is full."""
-    # safetensors raises its own exception, with "os error 28" in the text in place of an errno.
-    full = isinstance(error, OSError) and error.errno in DISK_FULL
-    # The numbers of `DISK_FULL` on Linux.
-    if full or re.search(r"os error (28|122|27)\b", str(error)):
+    if is_disk_full(error):
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         remedy = "free space there, or give another --output_dir"
         if any(directory.glob("checkpoint_*")):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -250,6 +251,8 @@ def extra_that(fault: str) -> Any:
             Path("/nope/x").read_text()
         elif fault == "disk":
             raise OSError(errno.ENOSPC, "No space left on device")
+        elif fault == "disk of safetensors":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         else:
             (folder / fault).write_text("")
 
@@ -274,8 +277,9 @@ def test_a_fault_in_write_extras_is_found_before_the_first_step(toy: Toy, fault:
     assert not list(toy.run.checkpoints.iterdir())
 
 
-def test_a_full_disk_at_the_trial_of_write_extras_is_left_to_the_first_save(toy: Toy) -> None:
-    with toy.saver(CheckpointConfig(), extra_that("disk")) as saver:
+@pytest.mark.parametrize("fault", ["disk", "disk of safetensors"])
+def test_a_full_disk_at_the_trial_of_write_extras_is_left_to_the_first_save(toy: Toy, fault: str) -> None:
+    with toy.saver(CheckpointConfig(), extra_that(fault)) as saver:
         toy.step(1)
         with pytest.raises(CheckpointWriteError, match=r"no space left for a checkpoint .*; raised in write_extras"):
             saver.save(1)
