@@ -60,7 +60,8 @@ def _holds_objects(file: IO[bytes]) -> bool:
         # Version 3 differs from 2 in the encoding of the names of fields.
         read = {1: npy.read_array_header_1_0}.get(major, npy.read_array_header_2_0)
         _, _, dtype = read(file, max_header_size=MAX_HEADER)
-    except ValueError:
+    # The parsing of a damaged header, or of a damaged archive, raises half a dozen types.
+    except Exception:
         return False
     return dtype.hasobject
 

@@ -45,6 +45,23 @@ def test_the_content_decides_on_suffixes_that_other_formats_have_too(tmp_path: P
     assert holds_pickle(path)
 
 
+@pytest.mark.parametrize("header", [b"(" * 3000, b"'''\n", b"{'descr': [('a', '<f4', 'x')], 'shape': (3,), }\n"])
+def test_an_array_with_a_damaged_header_is_no_pickle(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    assert not holds_pickle(path)
+
+
+def test_a_damaged_archive_of_arrays_is_no_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x=np.arange(100_000.0))
+    content = bytearray(path.read_bytes())
+    start = content.index(b"x.npy") + 25
+    content[start : start + 40] = bytes(each ^ 0xFF for each in content[start : start + 40])
+    path.write_bytes(content)
+    assert not holds_pickle(path)
+
+
 @pytest.mark.parametrize("suffix", [".state", ".bin", ".ckpt"])
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_both_formats_of_torch(tmp_path: Path, *, is_zip: bool, suffix: str) -> None:
