@@ -263,7 +263,7 @@ def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], direct
         return
     back = "leave init_from out"
     if began is not None:
-        back = f"give --init_from {shlex.quote(began)}, as the run began,"
+        back = f"leave init_from out, or give --init_from {shlex.quote(began)}, as the run began,"
     raise UsageError(
         f"init_from: {init_from}: {directory} already contains a run with checkpoints, and a resume takes their "
         "weights; give an unused --output_dir to begin from init_from, --overwrite to delete what is there and begin "

@@ -17,6 +17,7 @@ from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, fl
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
 
 OUTPUT_DIR = "output_dir"
+INIT_FROM = "init_from"
 PLACES = ("path", "paths", "_dir", "resume", "init_from", ".source", ".vae", "output", "file")
 """Suffixes of the names of options that are or may be paths."""
 
@@ -198,6 +199,10 @@ def refuse_places(file: Path, values: Mapping[str, object], changed: Container[s
     A command that only reads them may run on another machine, without the variables in its paths.
     """
     refuse_moved(file, values.get(OUTPUT_DIR), changed)
+    is_of_run = file.name == CONFIG_FILE and (file.parent / RUN_FILE).is_file()
+    if is_of_run and INIT_FROM not in changed and not values.get("overwrite"):
+        # The run has its weights already.
+        values = {key: value for key, value in values.items() if key != INIT_FROM}
     refuse_unset(values)
 
 

@@ -713,6 +713,24 @@ def test_a_path_with_a_variable_that_is_not_set_is_refused(
     load_config(Config, [f"--{option}", value], presets=PRESETS)
 
 
+def test_a_resume_by_its_config_needs_no_place_of_starting_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setenv("NOT_SET", "x")
+    config = load_config(Config, ["--output_dir", str(run), "--init_from", "$NOT_SET/late"], presets=PRESETS).config
+    monkeypatch.delenv("NOT_SET")
+    (run / "config.yaml").write_text(config_text(config))
+    refused = pytest.raises(UsageError, match=f"^init_from: '{re.escape('$NOT_SET/late')}': {UNSET}")
+    with refused:
+        load_config(Config, [str(run / "config.yaml")], presets=PRESETS)
+    (run / "run.json").write_text("{}")
+    load_config(Config, [str(run / "config.yaml")], presets=PRESETS)
+    with refused:
+        load_config(Config, [str(run / "config.yaml"), "--overwrite", "true"], presets=PRESETS)
+
+
 def test_a_dollar_that_is_no_unset_variable_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "$NOT_SET").mkdir()
