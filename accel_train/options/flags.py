@@ -249,8 +249,8 @@ def refuse_other_fields(cls: type) -> None:
             if isinstance(part, type) and get_origin(part) is None and part not in _NAMES:
                 raise UsageError(
                     f"{cls.__name__}: the option {name} has the type {part.__name__}: int, float, str, bool, Literal, "
-                    "a tuple or None is required, or a group of options; write @dataclass(frozen=True) above the class "
-                    "of a group"
+                    "None or a tuple of such values, as in tuple[int, ...], is required, or a group of options; write "
+                    "@dataclass(frozen=True) above the class of a group"
                 )
 
 

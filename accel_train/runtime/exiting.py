@@ -37,7 +37,7 @@ STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
 current_run = ExitStack()
 """Cleanup of the run in this process."""
 unfinished: list[str] = []
-"""Trainings of this run that ``loop.finish`` has not found finished. After one, ``main`` may only return 75."""
+"""Runs in this process that ``loop.finish`` has not found finished. After one, ``main`` may only return 75."""
 _imports = ExitStack()
 """Callbacks for the end of a recipe's imports."""
 _continues = False
@@ -112,9 +112,10 @@ def _checked(code: object) -> int:
     """Return the exit code that ``main`` returned. Raises ``UsageError`` if a stop would be taken for the end."""
     if isinstance(code, int) and (not unfinished or code == EXIT_PREEMPTED):
         return code
+    of = "".join(f", of the training in {directory}" for directory in unfinished[-1:])
     raise UsageError(
-        f"main returned {code!r}, and the exit code of loop.finish is required; write return loop.finish(training) as "
-        "its last line, and start the same command again: the checkpoints of this run are kept"
+        f"main returned {code!r}, and the exit code of loop.finish is required{of}; write return "
+        "loop.finish(training) as its last line, and start the same command again: the checkpoints of this run are kept"
     )
 
 
