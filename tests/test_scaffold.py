@@ -209,7 +209,12 @@ SAVE = "            training.save_if_due(result)\n"
             2,
             "training.report(..., loss=...): training lines",
         ),
-        ("in batches.micro_batches]", "in batches.micro_batches * 2]", 1, "window was given 2 of 1 micro-batches"),
+        (
+            "in batches.micro_batches]",
+            "in batches.micro_batches * 2]",
+            1,
+            "given 2 micro-batches, and the step has 1",
+        ),
         ("ema.update(batches.step)", "ema.update(0)", 1, "update(0) was called instead of prepared.ema.update(1)"),
         (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
     ],

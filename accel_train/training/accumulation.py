@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config import UsageError
 from accel_train.rng import preserve_random_states
 from accel_train.training.feedback.factors import quotient_of_step, term_factor
 from accel_train.training.gradients import loss_checks
@@ -32,6 +31,7 @@ from accel_train.training.gradients.sync import (
     will_rebuild_buckets,
     zero_stage_of,
 )
+from accel_train.training.gradients.trained_parameters import trained_parameters
 from accel_train.training.health.evidence import Evidence, of_samples
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import (
@@ -41,7 +41,7 @@ from accel_train.training.parameters import (
     widest,
     without_gradients,
 )
-from accel_train.training.step_calls import find_unused, leftovers_of, note_gradient, refuse_late_freezing
+from accel_train.training.step_calls import find_unused, leftovers_of, note_gradient
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -97,6 +97,7 @@ class GradientWindow:
         loss_checks.refuse_empty(micro_batches, coefficients, step)
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
+        self._trained = trained_parameters(model, self._parameters, self._optimizers)
         self._zero_stage = zero_stage_of(accelerator)
         self.sync = when_to_reduce(policy, self._zero_stage)
         # DeepSpeed refuses no_sync where it shards gradients.
@@ -137,8 +138,10 @@ class GradientWindow:
         Raises ``RuntimeError`` for a gradient from before the window, such as that of the previous step.
         """
         self._leftovers.refuse(self.step)
-        if self._leftovers.is_first and self._zero_stage == 0:
-            refuse_late_freezing(self.model, self._optimizers)
+        if self._zero_stage > 0:
+            # The engine fills in zeros for a missing gradient, so no count of gradients shows a change.
+            self._trained.refuse_others(self.model, self._parameters)
+        elif self._leftovers.is_first:
             self._leftovers.watch(self._parameters, self.step)
         if will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rebuild_buckets()
@@ -160,22 +163,17 @@ class GradientWindow:
 
     def _rebuild_buckets(self) -> Iterator[Batch]:
         """Run a discarded backward in which DDP rebuilds its buckets. Restores random states and buffers."""
-        cuda_state: Tensor | None = None
-        if torch.cuda.is_initialized():
-            cuda_state = torch.cuda.get_rng_state()
         # A batch norm counts every forward.
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self._is_last = True  # DDP rebuilds its buckets in a backward with reduction
         # The step draws what it would have drawn without the rehearsal.
-        with preserve_random_states():
+        with preserve_random_states(of_device=True):
             yield self.inputs[0]
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
         self._reset_attempt()
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
 
     def _attempt(self) -> Iterator[Batch]:
         engine: Any = self.model
@@ -232,12 +230,7 @@ class GradientWindow:
         weight of the first term. Raises ``UsageError`` for a single value where each sample has a weight: it may be a
         mean.
         """
-        if isinstance(sums, Tensor) and len(self.coefficients) != 1:
-            names = sorted(self.coefficients)
-            raise UsageError(
-                f"window.backward: got one tensor for the loss terms {names}; give a dict with the sum of each"
-            )
-        of_terms = loss_checks.by_term(sums, "sums", self.coefficients, self.step)
+        of_terms = loss_checks.sums_by_term(sums, self.coefficients, self.step)
         # Wraps around after one call too many, which `finish` refuses.
         weights = self._local_weights[len(self._sums) % len(self._local_weights)]
         loss_checks.refuse_means(of_terms, weights, self.coefficients)
@@ -285,7 +278,7 @@ class GradientWindow:
         ``RuntimeError`` unless the window was iterated to its end with one ``backward`` per micro-batch, and if called
         twice.
         """
-        loss_checks.refuse_no_number(max_grad_norm)
+        max_grad_norm = loss_checks.checked_limit(max_grad_norm)
         self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided
         if norm is None:
@@ -382,6 +375,7 @@ class GradientWindow:
                 # The inner one: the scaler knows an optimizer by its id, and Accelerate's step passes the inner one.
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._trained.refuse_others(self.model, self._parameters, len(gradients))
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
         measured = self._parameters
         if len(gradients) < len(measured):

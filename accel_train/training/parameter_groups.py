@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
+from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part, unmark_parts
 from accel_train.wording import shortened
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def parameter_groups(
     kind_of: dict[str, Kind] = {name: kind_of_id[id(parameter)] for name, parameter in trainable.items()}
     spared = _spared(kind_of, config)
     members: dict[_Key, list[nn.Parameter]] = {}
+    unmark_parts(model)
     for name, parameter in trainable.items():
         kind: Kind = kind_of[name]
         # Muon updates a matrix without decay as well.
@@ -37,9 +38,8 @@ def parameter_groups(
             kind = "no_decay"
         key = _Key(part_of.get(name, ""), factor_of.get(name, 1.0), kind, name in spared and kind == "muon")
         members.setdefault(key, []).append(parameter)
-        if key.part:
-            # The gradient window has to know which gradients to set to zero.
-            mark_part([parameter], key.part)
+        # The gradient window has to know what is trained, and which gradients to set to zero.
+        mark_part([parameter], key.part)
     parts = ["", *freezable]
     order = sorted(
         members, key=lambda key: (parts.index(key.part), key.factor != 1, key.factor, KINDS.index(key.kind), key.spared)

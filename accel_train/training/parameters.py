@@ -113,6 +113,17 @@ def mark_part(parameters: Iterable[nn.Parameter], part: str) -> None:
         setattr(parameter, _PART, part)
 
 
+def unmark_parts(model: nn.Module) -> None:
+    """Remove the marks of an optimizer built before."""
+    for parameter in model.parameters():
+        parameter.__dict__.pop(_PART, None)
+
+
+def was_chosen(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that ``build_optimizer`` was given to train, unless FSDP2 has replaced it since."""
+    return hasattr(parameter, _PART)
+
+
 def clear_gradients(optimizers: Iterable[Any]) -> None:
     """Set the gradients of frozen groups to zero, whole ones and shards. Under ZeRO use ``without_gradients``."""
     for group in frozen_groups(optimizers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -156,13 +156,7 @@ class StepCalls:
                 f"call {FINISHED} after the loop over the window, before "
                 "optimizer.step, and pass its result to training.report and training.save_if_due"
             )
-        # Equally many on every process, so that all of them raise.
-        given, required = len(evidence.rows), len(getattr(batches, "micro_batches", ()))
-        if given != required:
-            raise RuntimeError(
-                f"step {step + 1}: prepared.window was given {given} of {required} micro-batches, so the gradient is "
-                "not that of the global batch; pass all of batches.micro_batches"
-            )
+        _refuse_other_samples(step, evidence.rows, getattr(batches, "micro_batches", ()))
 
     def require(self, step: int, *, updates: bool) -> None:
         """Raise ``RuntimeError`` if a call of step ``step`` (from 1) is missing, or the optimizer stepped twice.
@@ -204,6 +198,28 @@ class StepCalls:
         if not self._has_begun and groups and "initial_lr" in groups[0]:
             _refuse_scheduler(step, "a scheduler of torch was built for the optimizer")
         self._has_begun = True
+
+
+def _refuse_other_samples(step: int, rows: Sequence[Mapping[str, Any]], batches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``RuntimeError`` for a window without some micro-batches of the step, or with one of them twice."""
+    # Equally many on every process, so that all of them raise.
+    if len(rows) == len(batches):
+        return
+    of_window, of_step = _samples(rows), _samples(batches)
+    # A loop may divide them further.
+    if of_step is not None and of_window == of_step:
+        return
+    raise RuntimeError(
+        f"step {step + 1}: prepared.window was given {len(rows)} micro-batches, and the step has {len(batches)}, with "
+        "other samples, so the gradient is not that of the global batch; pass all of batches.micro_batches, each once"
+    )
+
+
+def _samples(batches: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Return the numbers of the samples in order. None if a batch of a recipe's own has none."""
+    if not all("sample" in batch for batch in batches):
+        return None
+    return sorted(number for batch in batches for number in batch["sample"].tolist())
 
 
 def _refuse_type(call: str, given: object, required: str) -> NoReturn:
@@ -316,23 +332,6 @@ def _refuse_backward(step: int) -> NoReturn:
         f"step {step + 1}: a backward outside of window.backward has added to the gradients of the model, and its "
         f"share is not divided by a weight; {_ADD_LOSS}, or use torch.autograd.grad, which adds to no gradient"
     )
-
-
-def refuse_late_freezing(model: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Raise ``UsageError`` for parameters that ``build_optimizer`` was given to train and that are frozen by now.
-
-    One process would leave them as they are, and DDP would wait for their gradients.
-    """
-    # Only such groups have a part. Another optimizer may hold parameters that were frozen from the beginning.
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "part" in group]
-    frozen = {id(p) for group in groups for p in group["params"] if not p.requires_grad}
-    names = [name.removeprefix("module.") for name, p in model.named_parameters() if id(p) in frozen]
-    if names:
-        raise UsageError(
-            f"requires_grad: {len(names)} parameter(s) ({shortened(names, 3)}) were frozen after the optimizer was "
-            "built: the same ones are required in every step; call requires_grad_(False) before build_optimizer or "
-            "preparation.prepare, or choose set_frozen for a part that is frozen in some steps only"
-        )
 
 
 def find_unused(model: nn.Module, optimizers: Iterable[Any], step: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_train.config import UsageError
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
 from accel_train.training.accumulation import GradientWindow
@@ -49,6 +50,16 @@ class Training:
         return [self.shards.full(n, self.shards.master(n)).flatten().tolist() for n in self.shards.parameters]
 
 
+def late_freezing(training: Training) -> str:
+    """Freeze a parameter between two steps, and return the error of the second."""
+    next(p for p in training.model.parameters() if p.requires_grad).requires_grad_(False)
+    try:
+        training.step(9)
+    except UsageError as error:
+        return str(error)
+    return "none"
+
+
 def main(_: Any) -> None:
     accelerator = build_accelerator(
         precision="fp32", global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH, max_grad_norm=0.5
@@ -60,6 +71,7 @@ def main(_: Any) -> None:
         found[name] = {"losses": losses, "weights": training.weights()}
         found["reason"] = training.reason
         if not training.on_device and name == "guarded":
+            found["late"] = late_freezing(training)
             break
         if name == "guarded":
             with HostReads() as reads:
@@ -79,6 +91,7 @@ def main(_: Any) -> None:
                 "messages": messages,
                 "unmoved": before == training.weights(),
             }
+            found["late"] = late_freezing(training)
         accelerator.free_memory()
     if accelerator.is_main_process:
         print(f"RESULT {json.dumps(found)}", file=sys.stdout, flush=True)

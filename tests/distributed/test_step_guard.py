@@ -31,9 +31,12 @@ def test_guarded_training_on_several_processes(strategy: str, tmp_path: Path) ->
     assert len(found["messages"]) == 2
     assert all(m and "loss of step 8 is not finite" in m and "rank 1" in m for m in found["messages"])
     assert found["unmoved"]
+    assert "1 parameter(s)" in found["late"]
+    assert "were frozen after the first step" in found["late"]
 
 
 def test_zero_keeps_its_own_check(tmp_path: Path) -> None:
     found = work(Layout("zero2", 2), tmp_path)
     assert "DeepSpeed's engine clips and steps by itself" in found["reason"]
     assert found["guarded"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-6)
+    assert "were frozen after the first step" in found["late"]

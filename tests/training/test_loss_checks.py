@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -191,7 +192,18 @@ def test_a_loss_without_a_gradient_and_a_norm_that_is_no_number_are_refused(acce
         with pytest.raises(UsageError, match=r"no loss term \(main\) depends on a trained parameter"):
             window.backward(torch.ones(4))
         window.backward(torch.ones(4) * model.weight.sum())
-    limit: Any = None
-    with pytest.raises(UsageError, match=r"max_grad_norm is None: a number is required; give 0 for no clipping"):
-        window.finish(limit)
+    limits: list[Any] = [None, "much", -1.0, float("nan")]
+    for limit in limits:
+        with pytest.raises(UsageError, match=rf"max_grad_norm is {limit!r}: a number of at least 0 is required"):
+            window.finish(limit)
     window.finish(0)
+
+
+@pytest.mark.parametrize("limit", [np.float32(0.5), torch.tensor(0.5), 0.5])
+def test_a_limit_of_the_norm_may_be_a_number_of_numpy_or_torch(accelerator: Accelerator, limit: Any) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    window = GradientWindow(accelerator, model, [({}, torch.ones(4))], {"main": 1.0}, step=0)
+    for _ in window:
+        window.backward(torch.ones(4) * 3 * model.weight.sum())
+    window.finish(limit)
+    assert model.weight.grad.item() == pytest.approx(0.5)

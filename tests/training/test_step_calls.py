@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,44 @@ def test_a_parameter_frozen_late_is_refused(accelerator: Accelerator, model: nn.
     prepared[0].requires_grad_(False)
     with pytest.raises(UsageError, match=r"2 parameter\(s\) \(0\.weight, 0\.bias\) were frozen after the optimizer"):
         window_over(prepared, accelerator)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_frozen_or_trained_from_a_later_step_on_is_refused(
+    accelerator: Accelerator, model: nn.Sequential, trained: bool
+) -> None:
+    model[0].requires_grad_(trained)
+    prepared, optimizer = accelerator.prepare(model, optimizer_over_all(model))
+    for _ in range(2):
+        window_over(prepared, accelerator)
+        optimizer.zero_grad()
+    prepared[0].requires_grad_(not trained)
+    what = "frozen after the first step" if trained else "still frozen in the first step"
+    with pytest.raises(UsageError, match=rf"2 parameter\(s\) \(0\.weight, 0\.bias\) were {what}: .* choose set_frozen"):
+        window_over(prepared, accelerator)
+
+
+def test_a_model_may_be_frozen_for_its_second_optimizer(accelerator: Accelerator, model: nn.Sequential) -> None:
+    optimizer_over_all(model)
+    model[0].requires_grad_(False)
+    prepared, _ = accelerator.prepare(model, optimizer_over_all(model))
+    window_over(prepared, accelerator)
+
+
+def test_micro_batches_may_be_divided_but_neither_left_out_nor_repeated() -> None:
+    calls = StepCalls(optimizer_over(nn.Sequential(nn.Linear(2, 2))))
+    whole = [{"sample": torch.tensor([4, 7])}, {"sample": torch.tensor([5, 6])}]
+    halves = [{"sample": part} for batch in whole for part in batch["sample"].split(1)]
+
+    def report(rows: list[dict[str, Tensor]]) -> None:
+        result = SimpleNamespace(evidence=SimpleNamespace(step=0, rows=rows))
+        calls.report(SimpleNamespace(step=0, micro_batches=whole), result)
+
+    report(whole)
+    report(halves)
+    for rows in (whole[:1], whole * 2, halves[:3], [*halves, halves[0]], [{}] * 3):
+        with pytest.raises(RuntimeError, match=r"window was given \d micro-batches, and the step has 2"):
+            report(rows)
 
 
 def test_a_module_added_after_prepare_is_said_to_be_in_no_optimizer(

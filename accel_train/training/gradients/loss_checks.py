@@ -6,8 +6,9 @@ the loss. In other layouts it changes what is trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,18 @@ def by_term(
     return values
 
 
+def sums_by_term(
+    sums: Mapping[str, Tensor] | Tensor, coefficients: Mapping[str, float], step: int
+) -> Mapping[str, Tensor]:
+    """Return ``sums`` as a mapping from loss term to tensor, as ``by_term``. A single tensor needs a single term."""
+    if isinstance(sums, Tensor) and len(coefficients) != 1:
+        names = sorted(coefficients)
+        raise UsageError(
+            f"window.backward: got one tensor for the loss terms {names}; give a dict with the sum of each"
+        )
+    return by_term(sums, "sums", coefficients, step)
+
+
 def refuse_detached(terms: Sequence[Tensor], names: Iterable[str]) -> None:
     """Raise ``UsageError`` for a loss of which no term depends on a parameter."""
     if not any(term.requires_grad for term in terms):
@@ -80,12 +93,18 @@ def refuse_detached(terms: Sequence[Tensor], names: Iterable[str]) -> None:
         )
 
 
-def refuse_no_number(max_grad_norm: object) -> None:
-    """Raise ``UsageError`` for a limit of the gradient norm that is no number."""
-    if not isinstance(max_grad_norm, (int, float)):
+def checked_limit(max_grad_norm: Any) -> float:
+    """Return a limit of the gradient norm, of numpy or torch too, as a float. ``UsageError`` for one below 0 or NaN."""
+    try:
+        limit = float(max_grad_norm)
+    except (TypeError, ValueError, RuntimeError):
+        limit = math.nan
+    if not limit >= 0:
         raise UsageError(
-            f"window.finish: max_grad_norm is {max_grad_norm!r}: a number is required; give 0 for no clipping"
+            f"window.finish: max_grad_norm is {max_grad_norm!r}: a number of at least 0 is required; give 0 for no "
+            "clipping"
         )
+    return limit
 
 
 def _no_tensor(kind: str, step: int, found: str, value: object) -> UsageError:
