@@ -112,10 +112,9 @@ def _checked(code: object) -> int:
     """Return the exit code that ``main`` returned. Raises ``UsageError`` if a stop would be taken for the end."""
     if isinstance(code, int) and (not unfinished or code == EXIT_PREEMPTED):
         return code
-    of = "".join(f", of the training in {directory}" for directory in unfinished[-1:])
     raise UsageError(
-        f"main returned {code!r}, and the exit code of loop.finish is required{of}; write return "
-        "loop.finish(training) as its last line, and start the same command again: the checkpoints of this run are kept"
+        f"main returned {code!r}, and the exit code of loop.finish{''.join(f' for {run}' for run in unfinished)} is "
+        "required; end it with return loop.finish(training), and start the same command again: the run is kept"
     )
 
 

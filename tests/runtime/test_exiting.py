@@ -324,7 +324,7 @@ def test_after_a_training_that_is_not_finished_main_returns_75() -> None:
         unfinished.extend(argv[1:])
         return int(argv[0])
 
-    with pytest.raises(UsageError, match=r"main returned 0, and the exit code of loop\.finish is required"):
+    with pytest.raises(UsageError, match=r"main returned 0, and the exit code of loop\.finish for runs/a is required"):
         main(["0", "runs/a"])
     assert main(["75", "runs/a"]) == 75
     # Nothing is left from the run before.
