@@ -17,7 +17,7 @@ from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import Encoded, EncodedBlock, Tokens
 from accel_train.domains.language.rows import roles
-from accel_train.domains.language.rows.forms import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
+from accel_train.domains.language.rows.forms import DEFAULT_COLUMN, Fault, Row, order_of_forms, parsed
 from accel_train.domains.language.rows.sources import has_come_before
 
 UNWRITTEN = "unwritten "
@@ -88,7 +88,8 @@ class _Block:
         self._keys: list[bytes] = []
         self._heldout: list[bool] = []
         self._counts: Counter[str] = Counter()
-        """Rows by split (``train``, ``heldout``), by form (``plain``, ``chats``), ``bad`` and ``excluded`` ones.
+        """Rows by split (``train``, ``heldout``), by form (``plain``, ``chats``), those without the column that the
+        user named (``columnless``), ``bad`` and ``excluded`` ones.
 
         Of the training split: rows ``split`` or ``cut`` for their length, chats of ``several`` texts, the tokens
         ``repeated`` in all of these but the last, chats with parts that are `UNWRITTEN`, rows with forms that are
@@ -134,6 +135,7 @@ class _Block:
         self._counts["heldout" if is_heldout else "train"] += 1
         self._counts["plain"] += is_plain
         self._counts["chats"] += len(row.messages) > 0
+        self._counts["columnless"] += row.lacks_column
         # The rest is counted for training alone, which is all that the notices describe.
         if is_heldout:
             return
@@ -180,10 +182,11 @@ def _nothing_learned(texts: Sequence[Encoded], limit: int) -> str:
 
 def unread_notices(counts: Counter[str], column: str) -> list[str]:
     """Return notices about rows with several forms, or with other texts beside the ``column`` of the options."""
-    by_form = {form: counts[UNREAD + form] for form in FORMS}
-    order = ", ".join(FORMS)
+    forms = order_of_forms(column)
+    by_form = {form: counts[UNREAD + form] for form in forms}
+    names = ", ".join(forms)
     notices = [
-        f"{count:,} rows also have {form}, which is not read: a row is read in the first form that it has of {order}. "
+        f"{count:,} rows also have {form}, which is not read: a row is read in the first form that it has of {names}. "
         "Remove the unwanted fields from the rows"
         for form, count in by_form.items()
         if count

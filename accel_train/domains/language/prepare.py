@@ -246,21 +246,22 @@ def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens
     Raises ``UsageError`` if all rows lack the column.
     """
     column = config.text_column
-    plain = sum(tokens.counts["plain"] for tokens in found)
-    others = sum(tokens.counts["train"] + tokens.counts["heldout"] for tokens in found) - plain
-    if others <= 0:
-        return []
-    notices = templates.date_notices(tokenizer)
-    if column == forms.DEFAULT_COLUMN:
+    counts = sum((tokens.counts for tokens in found), Counter[str]())
+    rows = counts["train"] + counts["heldout"]
+    of_templates = rows - counts["plain"]
+    notices = templates.date_notices(tokenizer) if of_templates > 0 else []
+    lacking = counts["columnless"]
+    if not lacking:
         return notices
-    if not plain:
+    others = "messages, or prompt and completion"
+    if lacking > of_templates:
+        others = f"{forms.DEFAULT_COLUMN!r}, {others}"
+    if lacking == rows:
         raise UsageError(
-            f"--data.text_column {column!r}: no row of {config.named} has it; all {others:,} have "
-            "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
-            "these."
+            f"--data.text_column {column!r}: no row of {config.named} has it; all {lacking:,} have {others}. Name a "
+            "column that the rows have, or leave the option out to train on these."
         )
-    read_by = "are read from messages, or from prompt and completion"
-    return [f"{others:,} rows without {column!r} (--data.text_column) {read_by}", *notices]
+    return [f"{lacking:,} rows without {column!r} (--data.text_column) are read from {others}", *notices]
 
 
 def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:

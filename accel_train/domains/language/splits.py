@@ -155,8 +155,9 @@ class SplitSources:
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
         column = self.config.text_column
-        # The column helps to tell the forms of rows apart. The default is left out.
-        rule = [] if column == forms.DEFAULT_COLUMN else ["text_column", column]
+        # The column helps to tell the forms of rows apart. The default is left out. Versions differ in whether rows
+        # without the column may have their text under the default name.
+        rule = [] if column == forms.DEFAULT_COLUMN else ["text_column", column, "or text"]
         if source is self.heldout:
             # All rows of a separate held-out source are held out, whatever the fraction.
             return [source.key, *rule]

@@ -350,6 +350,32 @@ def test_of_repeated_rows_the_held_out_and_the_bad_ones_count_once(tmp_path: Pat
     assert "20 rows left out of training, because held-out rows have their text" in excluded
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_a_source_of_texts_is_read_beside_one_with_a_named_column(kind: str, tmp_path: Path) -> None:
+    """One option names the column of all sources."""
+    import datasets
+
+    more = tmp_path / f"more.{kind}"
+    # With another text beside it, because a table is read by its columns.
+    rows = datasets.Dataset.from_dict({"title": ["t"] * 50, "text": LINES[50:]})
+    {"jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[kind](str(more))
+    bodies = [{"body": line} for line in LINES[:50]]
+    found = prepared(tmp_path, *bodies, text_column="body", more_paths=(str(more),))
+    assert found.fingerprint == prepared(tmp_path, *LINES).fingerprint
+    assert "50 rows without 'body' (--data.text_column) are read from 'text', messages, or prompt and completion" in (
+        found.notices
+    )
+    # The name is somewhere in the rows, so that they must be read to see that no row has the column.
+    texts = [{"text": line, "note": "bdy"} for line in LINES]
+    with pytest.raises(UsageError, match=r"'bdy': no row of --data.path .* has it; all 100 have 'text', messages"):
+        prepared(tmp_path, *texts, text_column="bdy")
+    more.unlink()
+    (tmp_path / "more.jsonl").write_text(json.dumps({"story": "s"}))
+    both = r"set --data.text_column story \(if other rows have 'body', write this one as 'text' instead\)"
+    with pytest.raises(UsageError, match=both):
+        prepared(tmp_path, *bodies, text_column="body", more_paths=(str(tmp_path / "more.jsonl"),))
+
+
 def test_each_source_of_a_mixture_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--data.more_paths '.*missing.jsonl': .* does not exist"):
         mixture(tmp_path, more_paths=(str(tmp_path / "missing.jsonl"),))
@@ -491,7 +517,7 @@ def test_a_row_of_several_forms_is_read_by_the_first_and_it_is_said(tmp_path: Pa
 
 def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:
     asked = [{"question": line, "answer": "x", "note": "" if line == LINES[0] else "y"} for line in LINES]
-    data = prepared(tmp_path, *asked, {"text": "z"}, text_column="question", heldout_fraction=0.01, max_bad_rows=1)
+    data = prepared(tmp_path, *asked, {"note": "z"}, text_column="question", heldout_fraction=0.01, max_bad_rows=1)
     train = data.notices[0].split(" ")[0]
     (notice,) = (notice for notice in data.notices if "--data.text_column" in notice)
     assert notice.startswith("only 'question' (--data.text_column) is trained on")

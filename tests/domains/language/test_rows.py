@@ -397,6 +397,22 @@ def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Pat
     assert [row.text for row in read(file)] == [None, None, None]
 
 
+def test_without_the_named_column_text_is_read_last(tmp_path: Path) -> None:
+    """Alpaca's data often have a ready text beside the fields of a row."""
+    alpaca = {"instruction": "i", "output": "o"}
+    pair = {"prompt": "p", "completion": " c"}
+    file = write(tmp_path, {"text": "t"} | alpaca, {"text": "t"} | pair, {"text": "t", "body": None}, {"body": "b"})
+    asked, prompted, text, body = read(file, text_column="body")
+    assert (len(asked.messages), prompted.prompt, text.text, body.text) == (2, "p", "t", "b")
+    assert [row.lacks_column for row in (asked, prompted, text, body)] == [True, True, True, False]
+    assert (asked.unread, prompted.unread, text.unread) == (("text",), ("text",), ())
+    (unnamed,) = forms.parsed([("1", {"text": "t"} | alpaca)], "text")
+    assert isinstance(unnamed, forms.Row)
+    assert unnamed.text == "t"
+    (fault,) = forms.parsed([("1", {"Text": "a"})], "body")
+    assert "set --data.text_column Text (if other rows have 'body', write this one as 'text' instead)" in str(fault)
+
+
 @pytest.mark.parametrize("kind", ["x.parquet", "saved", "nulls.jsonl"])
 def test_what_a_table_fills_with_null_is_no_field(kind: str, tmp_path: Path) -> None:
     import datasets

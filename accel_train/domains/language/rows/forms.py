@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from accel_train.data.tables import hub_datasets
 from accel_train.data.tables.formats import KINDS
 from accel_train.domains.language.rows import roles
-from accel_train.domains.language.rows.remedies import ASKED, remedy
+from accel_train.domains.language.rows.remedies import ASKED, TEXT, remedy
 
 FILES = tuple(KINDS)
-DEFAULT_COLUMN = "text"
+DEFAULT_COLUMN = TEXT
 SHAREGPT = "conversations"
 """ShareGPT's field of messages, which have ``from`` and ``value``. Some data have it with ``role`` and ``content``."""
 TRAINED = ("train", "training")
@@ -30,12 +30,19 @@ PAIR = "prompt and completion"
 INSTRUCTION = "instruction and output"
 ANSWERS_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields that make a message an answer even without content."""
-FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
-"""Forms of a row. It is read by the first that it has."""
+FORMS: Mapping[str, Sequence[str]] = {
+    # A chat first: such rows often have a plain text of the same chat beside it.
+    "messages": ("messages",),
+    SHAREGPT: (SHAREGPT,),
+    PAIR: ("prompt", "completion"),
+    DEFAULT_COLUMN: (DEFAULT_COLUMN,),
+    INSTRUCTION: ("instruction", "output"),
+}
+"""Forms of a row, with the fields that each requires."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
 READ = tuple(dict.fromkeys([*FIELDS, *chain.from_iterable(ASKED)]))
-"""Columns of a table that are read besides the text: the fields of a row, and names that an error may mention."""
+"""Columns of a table that are read besides the texts: the fields of a row, and names that an error may mention."""
 TOKENIZERS_OWN = frozenset(
     "conversation chat_template tools add_generation_prompt continue_final_message tokenize sanitize_control_tokens "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -67,6 +74,8 @@ class Row:
     """Further names for the chat template, such as ``enable_thinking``: the row's ``chat_template_kwargs``."""
     unread: tuple[str, ...] = ()
     """Other forms that the row has but is not read by. With a named text column, the other fields of text."""
+    lacks_column: bool = False
+    """True if the user named a text column, and the row is read without it."""
 
     def is_trained(self, number: int) -> bool:
         """Return True if the message is an answer to learn: the assistant's, outside the prompt, its weight not 0."""
@@ -86,9 +95,9 @@ class Row:
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
     """Parse pairs of a place and its fields into rows, and yield a fault for an unusable one.
 
-    A row with a ``text_column`` other than the default is that text. Any other is read by the first of ``FORMS`` that
-    it has: a chat in ``messages`` or ShareGPT's ``conversations``, a pair of ``prompt`` and ``completion`` (texts or
-    lists of messages), text, or Alpaca's ``instruction`` and ``output``, which are a chat.
+    A row with a ``text_column`` other than the default is that text. Any other is read by the first form that it has
+    (``order_of_forms``): a chat in ``messages`` or ShareGPT's ``conversations``, a pair of ``prompt`` and
+    ``completion`` (texts or lists of messages), text, or Alpaca's ``instruction`` and ``output``, which are a chat.
     """
     for place, fields in found:
         try:
@@ -97,6 +106,12 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
         except RecursionError:
             row = "its values are nested too deeply to be read; flatter ones are required"
         yield Fault(place, row) if isinstance(row, str) else row
+
+
+def order_of_forms(text_column: str) -> list[str]:
+    """Return ``FORMS`` in the order that decides how a row is read which does not have a named text column."""
+    # The user wanted another column than 'text', so any other form comes before it.
+    return sorted(FORMS, key=lambda form: form == DEFAULT_COLUMN != text_column)
 
 
 def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
@@ -112,14 +127,14 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         found = _pair(place, fields["prompt"], fields["completion"], fields)
     elif form == INSTRUCTION:
         found = _alpaca(place, fields)
-    elif form == text_column:
-        found = _plain(place, fields[text_column], text_column)
+    elif form in (text_column, DEFAULT_COLUMN):
+        found = _plain(place, fields[form], form)
     else:
         found = _chat(place, fields[form], fields, form)
     if isinstance(found, str):
         return found
     unread = _beside(fields, text_column) if form == text_column != DEFAULT_COLUMN else forms[1:]
-    return replace(found, unread=tuple(unread))
+    return replace(found, unread=tuple(unread), lacks_column=DEFAULT_COLUMN != text_column != form)
 
 
 def _beside(fields: Mapping[str, Any], column: str) -> list[str]:
@@ -133,15 +148,7 @@ def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
     # Named by the user, so that it comes before the forms found by themselves.
     if text_column != DEFAULT_COLUMN and text_column in fields:
         return [text_column]
-    # A chat first: such rows often have a plain text of the same chat beside it.
-    fields_of_forms = (
-        ("messages", ("messages",)),
-        (SHAREGPT, (SHAREGPT,)),
-        (PAIR, ("prompt", "completion")),
-        (text_column, (text_column,)),
-        (INSTRUCTION, ("instruction", "output")),
-    )
-    return [form for form, names in fields_of_forms if fields.keys() >= {*names}]
+    return [form for form in order_of_forms(text_column) if fields.keys() >= {*FORMS[form]}]
 
 
 def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) -> str:
@@ -157,7 +164,7 @@ def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) 
 def _lower_case(fields: Mapping[str, Any], text_column: str) -> str:
     """Return the remedy if lower-case names would give the row a form. A text column has its own remedy."""
     forms = _forms({name.lower(): value for name, value in fields.items()}, text_column)
-    if not [form for form in forms if form != text_column]:
+    if not {*forms} - {text_column, DEFAULT_COLUMN}:
         return ""
     others = [name for name in fields if name not in FIELDS and name.lower() in FIELDS]
     return f"; write {', '.join(map(repr, others))} in lower case"

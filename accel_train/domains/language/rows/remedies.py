@@ -9,6 +9,8 @@ from accel_train.wording import nearest
 
 ASKED = (("question", "answer"), ("instruction", "response"), ("prompt", "response"), ("input", "output"))
 """Common names of a prompt and its completion, in any case, that are not a form themselves."""
+TEXT = "text"
+"""Name of a text that is found without being named."""
 FOREIGN = {
     "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
     "'prompt' and 'completion'",
@@ -32,13 +34,15 @@ def remedy(fields: Mapping[str, Any], text_column: str) -> str:
             return _remedy_of_pair(fields, *map(str, pair))
     # A name to try, even if it is not similar: most files have one column of text.
     near = nearest(text_column, texts) or (texts[0] if len(texts) == 1 else None)
+    # The option names one column for all sources, so another name in it would make the rows of another one unreadable.
+    others = "" if text_column == TEXT else f" (if other rows have {text_column!r}, write this one as {TEXT!r} instead)"
     if near is None and texts:
         # Any of them may be the question, and training on it alone is what nobody wants.
         return (
             f"; of its texts {sorted(texts)}, write the question as 'prompt' and the answer as 'completion', or name "
-            "the only one to train on in --data.text_column"
+            f"the only one to train on in --data.text_column{others}"
         )
-    return f"; set --data.text_column {near}" if near else ""
+    return f"; set --data.text_column {near}{others}" if near else ""
 
 
 def _remedy_of_pair(fields: Mapping[str, Any], prompt: str, completion: str) -> str:

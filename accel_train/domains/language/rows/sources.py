@@ -49,7 +49,7 @@ class DataConfig:
     """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = forms.DEFAULT_COLUMN
     """Field or column of plain text. If it is not 'text', a row that has it is read as that text, whatever else it
-    has."""
+    has, and a row without it by its other fields, its 'text' last."""
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
@@ -128,7 +128,8 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     ``split`` names a split of a saved or Hub dataset. Files have none. Raises ``UsageError`` if ``path`` is no source.
     """
     sha256 = partial(remembered_sha256, cache=cache)
-    columns = [text_column, *forms.READ]
+    # A row without the named column may have a text under the default name.
+    columns = [*dict.fromkeys([text_column, *forms.READ, forms.DEFAULT_COLUMN])]
     if path != "demo" and forms.is_hub_id(path):
         return dataset_rows(option, load_hub_dataset(path, split, option), path, split, columns, sha256)
     source = DEMO_FILE if path == "demo" else expand_path(path)
