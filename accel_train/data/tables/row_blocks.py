@@ -61,6 +61,11 @@ class RowBlocks(Protocol):
         ...
 
     @property
+    def names(self) -> list[str]:
+        """Names of the files or datasets in the places of rows, in an order that ``key`` decides."""
+        ...
+
+    @property
     def rows(self) -> Sequence[int]:
         """Number of rows of each block, exact or approximate. Reads the files where the format needs it."""
         ...
@@ -101,6 +106,11 @@ class FileRows:
         for number, file in enumerate(self.files):
             blocks += [Block(number, *numbers) for numbers in self._index(file)]
         return tuple(block for block in blocks if block.rows > 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files."""
+        return [str(file) for file in self.files]
 
     @property
     def rows(self) -> Sequence[int]:
@@ -297,6 +307,11 @@ class DatasetRows:
     name: str
     """Name of the dataset as the user gave it, for messages."""
     key: str
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the dataset."""
+        return [self.name]
 
     @property
     def rows(self) -> Sequence[int]:

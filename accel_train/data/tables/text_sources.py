@@ -19,6 +19,8 @@ from accel_train.config import UsageError
 from accel_train.data.tables.json_rows import parse_row
 
 TABLE_FILES = (".parquet", ".csv")
+BAD_ROWS_SHOWN = 5
+"""Number of bad rows that a log shows with their places."""
 
 
 class BadRows:
@@ -27,6 +29,8 @@ class BadRows:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0
+        self.first: list[str] = []
+        """Place and reason of the first ``BAD_ROWS_SHOWN`` rows."""
 
     def add(self, place: str, reason: str, option: str = "--data.path") -> None:
         """Count one row, or raise with its place and the reason. ``option`` names its source, if there are several."""
@@ -39,6 +43,23 @@ class BadRows:
                 f"{option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
                 f"(now {self.limit}) to leave bad rows out."
             )
+        self.first += [f"{place}: {reason}"][: BAD_ROWS_SHOWN - len(self.first)]
+
+    def include(self, count: int, first: Sequence[str]) -> None:
+        """Count rows that an earlier pass left out, the ``first`` of them with place and reason."""
+        self.count += count
+        self.first += first[: BAD_ROWS_SHOWN - len(self.first)]
+
+
+def bad_row_notices(count: int, first: Sequence[str]) -> list[str]:
+    """Return lines for the log: the number of rows left out, and where and why for the ``first`` of them."""
+    if not count:
+        return []
+    lines = [f"{count:,} bad rows left out", *(f"bad row: {row}" for row in first)]
+    # A cache may have been written without places.
+    if first and count > len(first):
+        lines.append(f"and {count - len(first):,} more bad rows")
+    return lines
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import RowBlocks
-from accel_train.data.tables.text_sources import BadRows
+from accel_train.data.tables.text_sources import BadRows, bad_row_notices
 from accel_train.domains.language import encoding, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.generation.ends import end_answers
@@ -227,12 +227,12 @@ def _prepare(sources: SplitSources, source: RowBlocks, tokenizer: Any, layout: L
 
 def _prepare_train(sources: SplitSources, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
     """Return the tokens of the training rows, and of those held out from them: at least one of two or more rows."""
-    bad_before = bad.count
+    before = bad.count, [*bad.first]
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     if not sources.hold_out_one(train.counts):
         return train
     # The same rows are read again.
-    bad.count = bad_before
+    bad.count, bad.first = before
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     share = f"--data.heldout_fraction {sources.config.heldout_fraction:g}"
     return train._replace(
@@ -328,9 +328,7 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
         notices += heldout.notices
     if excluded := train.counts["excluded"]:
         notices.append(f"{excluded:,} rows left out of training, because held-out rows have their text")
-    if bad.count:
-        notices.append(f"{bad.count:,} bad rows left out")
-    return notices
+    return notices + bad_row_notices(bad.count, bad.first)
 
 
 def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDataset) -> list[str]:

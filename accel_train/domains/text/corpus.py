@@ -49,6 +49,8 @@ class Corpus:
     """Number of bad rows left out."""
     contents: list[str] = field(default_factory=list)
     """Hash of the file, such as a picture, that each text describes. Empty unless every row names one."""
+    faults: Sequence[str] = ()
+    """Place and reason of the first bad rows."""
 
     @property
     def sources(self) -> Sequence[Hashable]:
@@ -64,7 +66,7 @@ class Corpus:
             references = [self.references[index] for index in keep]
         if self.contents:
             contents = [self.contents[index] for index in keep]
-        return Corpus(texts, references, self.skipped, contents)
+        return Corpus(texts, references, self.skipped, contents, self.faults)
 
 
 def resolve_path(option: str, value: str) -> Path:
@@ -111,7 +113,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
     if len(contents) < len(texts):
         # Hashes of only some rows cannot group all of them. Rows with the same reference still share a split.
         contents = []
-    return Corpus(texts, references, bad.count, contents)
+    return Corpus(texts, references, bad.count, contents, bad.first)
 
 
 def _rows(

@@ -16,7 +16,7 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import index_shards
-from accel_train.data.tables.text_sources import split_key, texts_hash
+from accel_train.data.tables.text_sources import bad_row_notices, split_key, texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
@@ -122,6 +122,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     _refuse_too_few(config, len(texts), len(heldout.texts))
     window = config.shuffle_blocks or DEFAULT_SHUFFLE_BLOCKS
     notices = [*index.notices, *split_notices(split, len(heldout.texts))]
+    notices += bad_row_notices(heldout.skipped, heldout.faults)
     if config.read == "memory":
         order = BlockOrder(texts.sizes, window) if config.shuffle_blocks else None
         corpus = Corpus(list(texts), [], split.facts["bad"])
@@ -175,9 +176,12 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     heldout = heldout_corpus.select(heldout_rows)
     _refuse_too_few(config, len(train.texts), len(heldout.texts))
     repeated = total - len(train.texts) - len(heldout.texts)
-    left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
+    left_out = {"short texts": short, "repeated texts": repeated}
     notices = [_sizes(train.texts, heldout.texts, of_pictures=known is not None)]
     notices += left_out_notices(config.path)
+    notices += bad_row_notices(corpus.skipped, corpus.faults)
+    if heldout_corpus is not corpus:
+        notices += bad_row_notices(heldout_corpus.skipped, heldout_corpus.faults)
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     return Splits(train, heldout, notices)
 

@@ -519,7 +519,7 @@ def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:
     asked = [{"question": line, "answer": "x", "note": "" if line == LINES[0] else "y"} for line in LINES]
     data = prepared(tmp_path, *asked, {"note": "z"}, text_column="question", heldout_fraction=0.01, max_bad_rows=1)
     train = data.notices[0].split(" ")[0]
-    (notice,) = (notice for notice in data.notices if "--data.text_column" in notice)
+    (notice,) = (notice for notice in data.notices if "(--data.text_column)" in notice)
     assert notice.startswith("only 'question' (--data.text_column) is trained on")
     assert f"not read: 'answer' ({train} rows), 'note' (" in notice
 

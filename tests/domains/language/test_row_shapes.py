@@ -59,6 +59,10 @@ class OneRow:
         self.notices: list[str] = []
         self.row = row
 
+    @property
+    def names(self) -> list[str]:
+        return []
+
     def schemas(self, column: str) -> Iterator[None]:
         yield None
 

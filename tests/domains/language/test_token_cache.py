@@ -334,6 +334,37 @@ def test_bad_rows_count_over_all_files_and_starts(config: DataConfig, tmp_path: 
         assert "2 bad rows left out" in cached(dataclasses.replace(config, max_bad_rows=2)).notices
 
 
+def test_bad_rows_are_shown_with_their_places_of_now(config: DataConfig, tmp_path: Path) -> None:
+    with (tmp_path / "rows" / "0.jsonl").open("a") as file:
+        file.write("{\n" * 4)
+    with (tmp_path / "rows" / "2.jsonl").open("a") as file:
+        file.write('{"text": 3}\n{"text": 4}\n{"text": 5}\n')
+    allowed = dataclasses.replace(config, max_bad_rows=7)
+
+    def shown(data: LanguageData) -> list[str]:
+        start = data.notices.index("7 bad rows left out")
+        return [line.split(" (")[0] for line in data.notices[start + 1 : start + 7]]
+
+    def expected(folder: Path) -> list[str]:
+        places = [f"bad row: {folder}/0.jsonl:{line}: not JSON" for line in (81, 82, 83, 84)]
+        return [*places, f"bad row: {folder}/2.jsonl:81: 'text' is int, text is required", "and 2 more bad rows"]
+
+    for _ in range(2):
+        assert shown(cached(allowed)) == expected(tmp_path / "rows")
+    (tmp_path / "rows").rename(tmp_path / "moved")
+    allowed = dataclasses.replace(allowed, path=str(tmp_path / "moved"))
+    assert shown(cached(allowed)) == expected(tmp_path / "moved")
+    # A record that was written without places.
+    for record in (tmp_path / "cache").rglob("*.json"):
+        found = json.loads(record.read_text())
+        if "blocks" in found:
+            del found["faults"]
+            record.write_text(json.dumps(found))
+    without = cached(allowed).notices
+    assert "7 bad rows left out" in without
+    assert not [line for line in without if "bad row:" in line or "more bad rows" in line]
+
+
 def test_a_full_disk_is_named(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -302,8 +302,10 @@ def test_what_was_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     lines = [*LINES[:200], LINES[0].upper(), "short", "two words"]
     (tmp_path / "some.txt").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     data = prepare_data(settings(tmp_path, path=str(tmp_path / "some.txt"), min_words=3, max_bad_rows=5, max_length=6))
-    assert data.notices[1:4] == ("1 bad rows left out", "2 short texts left out", "1 repeated texts left out")
-    assert data.notices[4].endswith("% of training texts are cut to 6 tokens")
+    assert data.notices[1] == "1 bad rows left out"
+    assert data.notices[2].startswith(f"bad row: {tmp_path / 'some.txt'}:204: byte 1 of the line is not UTF-8")
+    assert data.notices[3:5] == ("2 short texts left out", "1 repeated texts left out")
+    assert data.notices[5].endswith("% of training texts are cut to 6 tokens")
     assert caplog.messages[-1] == "more than half of the training texts are cut; raise --data.max_length (now 6)"
 
 

@@ -164,6 +164,11 @@ class MixedRows:
         return hashlib.sha256(described.encode()).hexdigest()
 
     @property
+    def names(self) -> list[str]:
+        """Names of the files or datasets of all sources."""
+        return [name for source in self.sources for name in source.names]
+
+    @property
     def rows(self) -> Sequence[int]:
         """Rows of each block, or about as many. Reads the files where the format needs it."""
         return self._rows

@@ -24,7 +24,7 @@ from accel_train.data.artifacts import one_at_a_time
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
 from accel_train.data.tables.row_blocks import RowBlocks
-from accel_train.data.tables.text_sources import BadRows
+from accel_train.data.tables.text_sources import BAD_ROWS_SHOWN, BadRows
 from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import EncodedBlock, Ints, Tokens
@@ -63,6 +63,8 @@ class PreparedTokens(NamedTuple):
     """The counts of each block, by its number."""
     lease: Lease
     """Keeps the files from being deleted."""
+    faults: list[str]
+    """Place and reason of the first bad rows."""
     targets: torch.Tensor
     """Number of times that each token is a target of training, (V,) int64."""
     notices: list[str]
@@ -87,23 +89,23 @@ class TokenCache:
         from. Raises ``UsageError`` for one bad row too many, and for a full disk.
         """
         self._report_damaged(self.tensors.delete_damaged())
-        found = self._load()
+        found = self._load(source)
         # The encoder is made only if something is missing: it may have to load a tokenizer.
         if found is None:
             bad_rows_left = bad.limit - bad.count
             found = self._computed(source, encoder, bad_rows_left)
-        bad.count += found.counts["bad"]
+        bad.include(found.counts["bad"], found.faults)
         return found
 
     def _computed(self, source: RowBlocks, encoder: Callable[[], Encode], bad_rows_left: int) -> PreparedTokens:
         with one_at_a_time(self.record.with_suffix(".lock")):
             # Another process may have computed them meanwhile.
-            found = self._load()
+            found = self._load(source)
             if found is None:
                 self._delete_damaged_shards()
                 preparation = _Preparation(self, source, encoder(), BadRows(bad_rows_left))
                 preparation.run()
-                found = self._load()
+                found = self._load(source)
         assert found is not None, "it was just computed"
         return found
 
@@ -129,7 +131,7 @@ class TokenCache:
             record: dict[str, Any] = json.loads(self.record.read_text("utf-8"))
             names = [shard["name"] for shard in record["train"]]
         except (OSError, ValueError, KeyError, TypeError):
-            return {"train": [], "heldout": [], "blocks": {}, "notices": [], "complete": False}
+            return {"train": [], "heldout": [], "blocks": {}, "faults": [], "notices": [], "complete": False}
         missing = self._missing(names)
         if missing:
             # Those after it are computed again, because the source is read from there on.
@@ -149,7 +151,7 @@ class TokenCache:
         """Return the file of an entry."""
         return self.tensors.file(self.entry_key(name))
 
-    def _load(self) -> PreparedTokens | None:
+    def _load(self, source: RowBlocks) -> PreparedTokens | None:
         record = self.read_record()
         if not record["complete"]:
             return None
@@ -164,6 +166,7 @@ class TokenCache:
             fingerprints=(_combined(record["train"]), _combined(record["heldout"])),
             counts=_total(record["blocks"]),
             blocks=record["blocks"],
+            faults=_placed(record.get("faults", []), source.names),
             targets=targets,
             notices=record["notices"],
         )
@@ -189,6 +192,18 @@ def _combined(shards: Sequence[dict[str, Any]]) -> str:
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _described(number: int, fault: tuple[str, str], names: Sequence[str]) -> list[Any]:
+    """Return a bad row of a block for the record: by the index of its file, which may have moved by the next start."""
+    place, reason = fault
+    index = max(range(len(names)), key=lambda index: len(names[index]) * (names[index] in place))
+    before, _, after = place.partition(names[index])
+    return [number, index, before, f"{after}: {reason}"]
+
+
+def _placed(faults: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:
+    return [f"{before}{names[index]}{after}" for _, index, before, after in faults]
 
 
 def _total(blocks: Mapping[str, Mapping[str, int]]) -> Counter[str]:
@@ -228,6 +243,8 @@ class _Preparation:
         # What was counted after the last shard is counted again.
         done = {number: counts for number, counts in self.record["blocks"].items() if int(number) < start}
         self.record["blocks"] = done
+        # Records of earlier versions have none.
+        self.record["faults"] = [fault for fault in self.record.get("faults", []) if fault[0] < start]
         self.bad.count += _total(done)["bad"]
         encode = partial(_encode, self.encode, start)
         blocks = blocks_in_order(encode, count - start, "auto")
@@ -256,6 +273,9 @@ class _Preparation:
         """Add the texts of a block from the ``first`` one on, and write full shards."""
         for place, reason in block.faults:
             self.bad.add(place, reason, option_of(self.source, number))
+        shown = self.record["faults"]
+        for fault in block.faults[: BAD_ROWS_SHOWN - len(shown)]:
+            shown.append(_described(number, fault, self.source.names))
         self.record["blocks"][str(number)] = block.counts
         ends = np.cumsum(block.lengths)
         while first < len(ends):

@@ -30,7 +30,7 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
 from accel_train.data.tables.sharded_table import DecodedBlock, ShardedTable
-from accel_train.data.tables.text_sources import BadRows, held_out_below, split_key
+from accel_train.data.tables.text_sources import BAD_ROWS_SHOWN, BadRows, bad_row_notices, held_out_below, split_key
 from accel_train.domains.text.corpus import text_fault
 
 SPLIT_FORMAT = 3
@@ -68,6 +68,8 @@ class SplitShards(NamedTuple):
     """All training texts, or an evenly spaced sample of at most `SAMPLE_ROWS` texts and about `CHARACTERS`."""
     facts: dict[str, int]
     """Counts of bad, short, repeated and held-out rows."""
+    faults: list[str]
+    """Place and reason of the first bad rows."""
 
 
 def split_shards(
@@ -93,7 +95,9 @@ def split_shards(
     facts = json.loads((folder / "facts.json").read_text("utf-8"))
     counts = np.load(folder / "train_rows.npy")
     train = ShardTexts(table, rules.column, folder, counts)
-    return SplitShards(train, texts["heldout"], texts["sample"], facts)
+    # Facts of earlier versions have no places.
+    faults = [f"{table.place(row)}: {reason}" for row, reason in facts.pop("faults", [])]
+    return SplitShards(train, texts["heldout"], texts["sample"], facts, faults)
 
 
 class ShardTexts(Sequence[str]):
@@ -205,7 +209,8 @@ def split_notices(split: SplitShards, heldout: int) -> list[str]:
     notices = [f"{len(split.train):,} training texts, {heldout:,} held out"]
     if split.facts["heldout"] > heldout:
         notices[0] += f" of {split.facts['heldout']:,} chosen by the hash; the others are not used"
-    kinds = {"bad": "bad rows", "short": "short texts", "repeated": "repeated texts"}
+    notices += bad_row_notices(split.facts["bad"], split.faults)
+    kinds = {"short": "short texts", "repeated": "repeated texts"}
     return notices + [f"{split.facts[name]:,} {kind} left out" for name, kind in kinds.items() if split.facts[name]]
 
 
@@ -258,6 +263,7 @@ def _fault(block: DecodedBlock, row: int, value: Any, column: str) -> str | None
 
 def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directory: Path) -> None:
     bad = BadRows(rules.max_bad_rows)
+    faults: list[tuple[int, str]] = []
     short = characters = 0
     usable = np.zeros(len(table), np.bool_)
     count = len(table.index.blocks)
@@ -272,6 +278,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directo
             first = int(table.starts[number])
             for row, reason in block.faults:
                 bad.add(table.place(first + row), reason)
+                faults.append((first + row, reason))
             # Ids and hashes go to files: those of a large corpus would take gigabytes of memory.
             usable[first : first + len(block.usable)] = block.usable
             short += block.short
@@ -287,7 +294,9 @@ def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directo
     np.save(directory / "train_rows.npy", counts)
     repeated = int(usable.sum() - (sides != LEFT_OUT).sum())
     held_out = int((sides == HELDOUT).sum())
-    facts = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": held_out}
+    facts: dict[str, Any] = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": held_out}
+    # By number, because the files may have moved by the next start.
+    facts["faults"] = faults[:BAD_ROWS_SHOWN]
     (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
     train = ShardTexts(table, rules.column, directory, counts)
     # As many texts of average length as the limit of characters allows.
