@@ -24,7 +24,7 @@ from accel_train.store import strict_json
 from accel_train.store.atomic_files import write_json_in_place
 from accel_train.store.exports.peft_layout import CONFIG_FILE
 from accel_train.store.manifest import Checkpoint
-from accel_train.wording import did_you_mean, nearest
+from accel_train.wording import did_you_mean, nearest, shortened
 
 SCRATCH = "llama"
 MODEL_CONFIG = "config.json"
@@ -89,6 +89,8 @@ class ModelConfig:
 
 
 NO_SOURCE = ModelConfig()
+SHOWN = 3
+"""Most pieces of a vocabulary in a message."""
 
 
 def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any:
@@ -107,7 +109,7 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     # A vision-language model has a config for each modality.
     of_text = config.get_text_config()
     if of_text.vocab_size < needed:
-        raise UsageError(_too_few_embeddings(str(options.source), of_text.vocab_size, needed, tokenizer.name_or_path))
+        raise UsageError(_too_few_embeddings(str(options.source), of_text.vocab_size, tokenizer))
     positions = positions_of(config)
     if positions is not None and positions < max_length:
         raise UsageError(
@@ -117,18 +119,31 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     return config
 
 
-def _too_few_embeddings(source: str, rows: int, needed: int, tokenizer: str) -> str:
-    if tokenizer not in ("", source):
+def _too_few_embeddings(source: str, rows: int, tokenizer: Any) -> str:
+    name = tokenizer.name_or_path
+    without = {number: piece for piece, number in tokenizer.get_vocab().items() if number >= rows}
+    last = max(without)
+    if name not in ("", source):
         return (
-            f"--data.tokenizer: that of {tokenizer} has ids up to {needed - 1}, but the embeddings of --model.source "
+            f"--data.tokenizer: that of {name} has ids up to {last}, but the embeddings of --model.source "
             f"{source!r} have {rows} rows. A row for each id is required: leave --data.tokenizer out, or give a "
             f"tokenizer of the source with ids up to {rows - 1}."
         )
+    named = shortened([f"{piece!r} ({number})" for number, piece in sorted(without.items())], SHOWN)
+    found = (
+        f"--model.source {source!r}: its embeddings have {rows} rows, but its tokenizer has ids up to {last}. A row "
+        f"for each id is required, and there is none for {named}"
+    )
+    if without.keys() <= tokenizer.added_tokens_decoder.keys():
+        return (
+            f"{found}: tokens added to the vocabulary. Call model.resize_token_embeddings({last + 1}) of transformers, "
+            "save model and tokenizer in a folder and give it as --model.source; or use a tokenizer without these "
+            "tokens."
+        )
+    # Not for want of resizing: rows added to the embeddings would be random, and the others may be of other pieces.
     return (
-        f"--model.source {source!r}: its embeddings have {rows} rows, but the tokenizer has ids up to {needed - 1}: "
-        "tokens were added to it without resizing the model. A row for each id is required: call "
-        f"model.resize_token_embeddings({needed}) of transformers, save model and tokenizer in a folder and give it as "
-        "--model.source; or use a tokenizer without the added tokens."
+        f"{found}: pieces of the vocabulary itself, so it is not the tokenizer that the model was trained with. Give "
+        "a folder with the model and that tokenizer as --model.source."
     )
 
 

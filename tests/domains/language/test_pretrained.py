@@ -154,14 +154,14 @@ def test_weights_that_would_stay_random_are_refused(tmp_path: Path) -> None:
 def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path: Path) -> None:
     tiny.save(tmp_path)
     larger = tokenizers.train_tokenizer(tiny.TEXTS * 2 + ["entirely different words of another text"], 340)
-    with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 339: .*_embeddings\(340\)"):
+    with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 339\. .*the vocabulary itself"):
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
     larger.save_pretrained(tmp_path / "larger")
     larger = tokenizers.load_tokenizer(str(tmp_path / "larger"), None)
     with pytest.raises(UsageError, match=r"--data.tokenizer: that of .*larger has ids up to 339, .* have 320 rows"):
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
     larger.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"--model.source .*: tokens were added to it without resizing"):
+    with pytest.raises(UsageError, match=r"none for '.*' \(320\), .*: pieces of the vocabulary itself, so it is not"):
         itself = tokenizers.load_tokenizer(str(tmp_path), None)
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), itself, 64)
     with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
@@ -190,7 +190,8 @@ def test_a_source_of_pictures_and_texts_is_read_by_its_config_of_texts(kind: str
         pretrained.resolve_config(options, tiny.tokenizer(), 97)
     larger = tiny.tokenizer()
     larger.add_tokens(["another"])
-    with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 320: tokens were added"):
+    added = r"320 rows, .* ids up to 320\. .* none for 'another' \(320\): tokens added to .*_embeddings\(321\)"
+    with pytest.raises(UsageError, match=added):
         pretrained.resolve_config(options, larger, 64)
 
 
