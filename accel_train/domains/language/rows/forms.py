@@ -110,8 +110,10 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
 
 def order_of_forms(text_column: str) -> list[str]:
     """Return ``FORMS`` in the order that decides how a row is read which does not have a named text column."""
+    if text_column == DEFAULT_COLUMN:
+        return list(FORMS)
     # The user wanted another column than 'text', so any other form comes before it.
-    return sorted(FORMS, key=lambda form: form == DEFAULT_COLUMN != text_column)
+    return sorted(FORMS, key=lambda form: form == DEFAULT_COLUMN)
 
 
 def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
@@ -134,7 +136,7 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     if isinstance(found, str):
         return found
     unread = _beside(fields, text_column) if form == text_column != DEFAULT_COLUMN else forms[1:]
-    return replace(found, unread=tuple(unread), lacks_column=DEFAULT_COLUMN != text_column != form)
+    return replace(found, unread=tuple(unread), lacks_column=text_column not in (DEFAULT_COLUMN, form))
 
 
 def _beside(fields: Mapping[str, Any], column: str) -> list[str]:
