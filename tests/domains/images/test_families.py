@@ -20,9 +20,16 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import snr_weight
 from accel_train.domains.images.memory.memory_need import encoder_bytes
 from accel_train.domains.images.pipelines import encoding
+from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.pipelines.loading import (
+    Base,
+    BaseConfig,
+    DiffusersBase,
+    find_base,
+    text_encoders,
+)
 from accel_train.domains.images.trained_text.adapters import refuse_unknown_targets
 from accel_train.domains.models.lora import LoraConfig
 from tests.domains.images import tiny_pipelines as tiny
@@ -124,6 +131,38 @@ def as_picture(name: str, latents: Tensor, like: Tensor) -> Tensor:
     if name == "flux2":
         return latents.transpose(1, 2).reshape(like.shape)
     return latents
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_encoders_in_bf16_condition_a_denoiser_in_fp32(name: str, bases: dict[str, Base]) -> None:
+    """Their outputs are cast, in training and in drawing, whose noise stays that of fp32."""
+    length = tiny.LENGTH if bases[name].family.prompt_tokens else None
+    base = find_base(replace(bases[name].config, encoder_precision="bf16", prompt_tokens=length))
+    assert isinstance(base, DiffusersBase)
+    side = tiny.SIDES.get(name, tiny.SIDE)
+    pipeline = base.pipeline(torch.device("cpu"))
+    prompts = prompt_arguments(pipeline, base, "a red flag", None, None)
+    drawn = draw_picture(pipeline, base.family, prompts, 3, side, 2, None)
+    encoders = text_encoders(pipeline)
+    assert sorted(encoders) == sorted(base.text_encoders())
+    assert all(weight.dtype == torch.bfloat16 for part in encoders.values() for weight in part.parameters())
+    encoded = encoding.encode_texts(pipeline, base, ["a red flag"])
+    assert encoded["prompt"].dtype == torch.bfloat16
+
+    # As an evaluation draws: text encoders are gone, and the denoiser is that of the training.
+    encoding.drop_text_encoders(pipeline)
+    model: Any = base.denoiser("fp32").eval()
+    setattr(pipeline, base.family.denoiser, model)
+    assert torch.equal(draw_picture(pipeline, base.family, prompts, 3, side, 2, None), drawn)
+
+    def predicted(conditioning: dict[str, Tensor]) -> Tensor:
+        noisy = torch.randn(1, *latent_shape(pipeline, base, side), generator=torch.Generator().manual_seed(0))
+        given = Predicting(noisy, torch.tensor([500.0]), conditioning, sizes(side), model.config, 2.5)
+        with torch.no_grad():
+            return base.family.predict(model, given)
+
+    in_fp32 = {key: value.float() if value.is_floating_point() else value for key, value in encoded.items()}
+    assert torch.equal(predicted(encoded), predicted(in_fp32))
 
 
 @pytest.mark.parametrize("name", NAMES)

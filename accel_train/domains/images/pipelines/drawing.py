@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.loading import text_encoders
+from accel_train.domains.models.input_dtypes import cast_floats
 from accel_train.domains.models.pictures.captions import on_one_line
 
 if TYPE_CHECKING:
@@ -91,16 +94,37 @@ def draw_pictures(
     steps: int,
     guidance: float | None,
 ) -> Tensor:
-    """Return a picture for each seed, (N, 3, H, W) from -1 to 1. ``prompts`` are arguments with as many rows."""
+    """Return a picture for each seed, (N, 3, H, W) from -1 to 1. ``prompts`` are arguments with as many rows.
+
+    Embeddings are cast to fp32, because pipelines draw the noise in their dtype.
+    """
     scale = family.guidance_scale if guidance is None else guidance
-    arguments = {**(family.call or {}), **prompts, family.guidance_argument: scale}
+    given = cast_floats(dict(prompts), torch.float32)
+    arguments = {**(family.call or {}), **given, family.guidance_argument: scale}
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    images = pipeline(
-        height=side,
-        width=side,
-        num_inference_steps=steps,
-        generator=generators if len(seeds) > 1 else generators[0],
-        output_type="np",
-        **arguments,
-    ).images
+    with _without_rounding_encoders(pipeline):
+        images = pipeline(
+            height=side,
+            width=side,
+            num_inference_steps=steps,
+            generator=generators if len(seeds) > 1 else generators[0],
+            output_type="np",
+            **arguments,
+        ).images
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() * 2 - 1
+
+
+@contextmanager
+def _without_rounding_encoders(pipeline: Any) -> Generator[None]:
+    """Take text encoders that are not fp32 out of a pipeline in the body: it would cast embeddings to their dtype."""
+    encoders = text_encoders(pipeline)
+    rounding = {
+        name: encoder
+        for name, encoder in encoders.items()
+        if any(weight.dtype != torch.float32 for weight in encoder.parameters())
+    }
+    pipeline.register_modules(**dict.fromkeys(rounding))
+    try:
+        yield
+    finally:
+        pipeline.register_modules(**rounding)
