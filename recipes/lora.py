@@ -177,6 +177,7 @@ def main(argv: Sequence[str]) -> int:
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     adapters.refuse_unknown_targets(base, config.lora)
     levels = base.levels()
+    objective.refuse_foreign_weights(config.objective, config.times, levels, base.source)
     earlier = earlier_assets(config.run_options())
     preparing = partial(prepare_inputs, config.data, base, config.evaluation, accelerator.device, earlier=earlier)
     inputs = startup.prepare_data(accelerator, preparing)

@@ -365,16 +365,20 @@ def test_an_earlier_row_that_cannot_be_read_is_named(
             r"resolutions \[20\]: the first is used because evaluation.side",
         ),
         (("--data.resolutions", "20", *PRIOR), r"data.prior.count 2 draws pictures of 20x20: .*; give 16 or 24"),
-        (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
+        # Before the pictures of the class are drawn.
+        (("--times.weighting", "cosmap", *PRIOR), r"times.weighting cosmap: .* predicts epsilon"),
+        (("--base.guidance", "3", *PRIOR), r"base.guidance: .*whose denoiser takes no guidance scale"),
+        (("--data.mask.source", "files", *PRIOR), r"data.mask.source files: no picture has a mask"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
         (("--blocks_to_swap", "8"), r"blocks_to_swap.*--offload_frozen"),
         (("--offload_frozen", "--checkpoints.base", "embed"), r"offload_frozen: checkpoints would contain the frozen"),
     ],
 )
-def test_wrong_options(flags: tuple[str, ...], message: str, made: Path) -> None:
+def test_wrong_options(flags: tuple[str, ...], message: str, made: Path, tmp_path: Path) -> None:
     with pytest.raises((UsageError, SystemExit), match=message):
-        train(made, "wrong", *flags)
+        train(made, "wrong", *(word.replace("/nowhere", str(tmp_path)) for word in flags))
     assert not (made / "wrong" / "checkpoints").exists()
+    assert not (tmp_path / "class").exists()
 
 
 def test_a_scale_of_guidance_below_0_is_refused(tmp_path: Path) -> None:

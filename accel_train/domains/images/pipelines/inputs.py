@@ -24,7 +24,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import reduction
 from accel_train.domains.images.pipelines.loading import Base
-from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing, drawn_beyond
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
@@ -89,16 +89,7 @@ class Inputs:
     def denoising(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
     ) -> Denoising:
-        """Return the noising of pictures and the objective of the denoiser, on the device of the VAE.
-
-        Raises ``UsageError`` for a loss weighting of another process than the base's, and for a guidance scale that the
-        denoiser does not take.
-        """
-        refuse_foreign_weights(options, times, levels, self.base.source)
-        if not getattr(denoiser_config, "guidance_embeds", False):
-            because = f"with base.source: {self.base.source}, whose denoiser takes no guidance scale"
-            instead = "give evaluation.guidance, that of the pictures drawn"
-            refuse_without_effect(self.base.config, "base", ["guidance"], because, instead)
+        """Return the noising of pictures and the objective of the denoiser, on the device of the VAE."""
         device = self.pipeline.vae.device
         return Denoising(
             family=self.base.family,
@@ -170,18 +161,18 @@ def prepare_inputs(
 ) -> Inputs:
     """Read the pictures, encode them, their captions and the prompts once, and drop the text encoders. Collective.
 
-    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets and sides unfit for the
-    base.
+    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for sizes unfit for the base.
     """
     refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_unfit(config, base, pipeline, evaluation)
+    # Before pictures of the class are drawn, which takes minutes: a mask may be refused.
+    masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
+    masks = find_masks(config.mask, masked, reduction(pipeline))
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
-    masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
-    masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
     samples = [sample for data in datasets for sample in data.samples]
     cut = _describe_cut(pipeline, base, samples, evaluation.prompts)
@@ -259,10 +250,23 @@ def _joined_hash(one: str, other: str) -> str:
 
 
 def _refuse_unfit(config: PictureDataConfig, base: Base, pipeline: Any, evaluation: DrawnPrompts) -> None:
-    """Raise ``UsageError`` for a base that cannot be trained, and for sizes that it does not take."""
+    """Raise ``UsageError`` for a base that cannot be trained, and for sizes and a guidance that it does not take."""
+    _refuse_guidance(base)
     _refuse_scale(base, pipeline)
     _refuse_step(config, base, pipeline)
     evaluation.refuse_side(config, pipeline, base)
+
+
+def _refuse_guidance(base: Base) -> None:
+    """Raise ``UsageError`` for a guidance scale that the denoiser does not take."""
+    if base.config.guidance == type(base.config).guidance:
+        return
+    with torch.device("meta"):
+        model: Any = base.denoiser("fp32")
+    if not getattr(model.config, "guidance_embeds", False):
+        because = f"with base.source: {base.source}, whose denoiser takes no guidance scale"
+        instead = "give evaluation.guidance, that of the pictures drawn"
+        refuse_without_effect(base.config, "base", ["guidance"], because, instead)
 
 
 def _refuse_scale(base: Base, pipeline: Any) -> None:
