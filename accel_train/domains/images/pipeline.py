@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +21,14 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import adapter_files
-from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments, refuse_side
+from accel_train.domains.images.pipelines.drawing import (
+    Drawing,
+    draw_picture,
+    prompt_arguments,
+    refuse_both,
+    refuse_size,
+    resolve_drawing,
+)
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.recorded_base import (
     base_config,
@@ -54,10 +61,6 @@ if TYPE_CHECKING:
 
     from accel_train.domains.images.pipelines.validation import EvaluationConfig
 
-SIDE = 512
-STEPS = 28
-"""Default side in pixels, and default denoising steps, of a base alone. Adapters have those of their training."""
-
 
 @dataclass(frozen=True)
 class PictureOptions:
@@ -75,6 +78,10 @@ class PictureOptions:
     """Text that guidance leads away from."""
     side: PositiveInt | None = None
     """Height and width in pixels. None: those of the evaluation in training."""
+    height: PositiveInt | None = None
+    """Height alone in pixels, for pictures that are not square. Not with side."""
+    width: PositiveInt | None = None
+    """Width alone in pixels. Not with side."""
     adapters: tuple[str, ...] = ()
     """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
     adapter: str | None = None
@@ -91,6 +98,7 @@ class PictureOptions:
     def __post_init__(self) -> None:
         if not (self.prompt or self.prompt_file):
             raise UsageError("nothing to draw: give --prompt 'a red flag' or --prompt_file prompts.txt")
+        refuse_both(self.side, self.height, self.width)
 
 
 class PicturePipeline:
@@ -235,55 +243,40 @@ class PicturePipeline:
         self,
         prompt: str,
         *,
-        steps: int | None = None,
-        guidance: float | None = None,
-        side: int | None = None,
         seed: int = 0,
         adapter: str | None = None,
         scale: float = 1.0,
         negative_prompt: str | None = None,
+        **drawing: Unpack[Drawing],
     ) -> Image.Image:
         """Return the picture of a prompt. ``draw`` has the arguments."""
         from accel_train.domains.images.buckets import to_image
 
-        drawn = self.draw(
-            prompt,
-            steps=steps,
-            guidance=guidance,
-            side=side,
-            seed=seed,
-            adapter=adapter,
-            scale=scale,
-            negative_prompt=negative_prompt,
-        )
+        drawn = self.draw(prompt, seed=seed, adapter=adapter, scale=scale, negative_prompt=negative_prompt, **drawing)
         return to_image(drawn)
 
     def draw(
         self,
         prompt: str,
         *,
-        steps: int | None = None,
-        guidance: float | None = None,
-        side: int | None = None,
         seed: int = 0,
         adapter: str | None = None,
         scale: float = 1.0,
         negative_prompt: str | None = None,
+        **drawing: Unpack[Drawing],
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1.
 
-        ``adapter`` is one of ``adapters``, by default the one in use, and ``scale`` its strength: 0 draws as the base,
-        1 as trained. Guidance leads away from ``negative_prompt``. Raises ``UsageError`` for a ``side`` that the base
-        cannot draw, for values out of range or without effect, and for any other ``scale`` of DoRA than 0 and 1.
+        ``drawing`` may have steps, guidance, and height and width in pixels, or side for both. ``adapter`` is one of
+        ``adapters``, by default the one in use, and ``scale`` its strength: 0 draws as the base, 1 as trained. Guidance
+        leads away from ``negative_prompt``. Raises ``UsageError`` for a size that the base cannot draw, for values out
+        of range or without effect, and for any other ``scale`` of DoRA than 0 and 1.
         """
-        _refuse_out_of_range(steps, guidance, side)
-        pixels = int(self.sampler.get("side", SIDE)) if side is None else side
-        count = int(self.sampler.get("steps", STEPS)) if steps is None else steps
-        strength = self.sampler.get("guidance") if guidance is None else guidance
-        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base)
+        count, strength, size = resolve_drawing(self.sampler, **drawing)
+        refuse_size(size, self.pipeline, self.base)
         with self.using(adapter), self._scaled(scale):
             prompts = prompt_arguments(self.pipeline, self.base, prompt, negative_prompt, strength)
-            return draw_picture(self.pipeline, self.base.family, prompts, seed, pixels, count, strength)
+            return draw_picture(self.pipeline, self.base.family, prompts, seed, size, count, strength)
 
     @contextmanager
     def _scaled(self, scale: float) -> Generator[None]:
@@ -307,6 +300,8 @@ class PicturePipeline:
                 steps=options.steps,
                 guidance=options.guidance,
                 side=options.side,
+                height=options.height,
+                width=options.width,
                 seed=options.seed,
                 adapter=options.adapter,
                 scale=options.scale,
@@ -345,16 +340,6 @@ class PicturePipeline:
             except UsageError as error:
                 reason = str(error)
         return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
-
-
-def _refuse_out_of_range(steps: int | None, guidance: float | None, side: int | None) -> None:
-    counts = [count for count in (steps, side) if count is not None]
-    is_scale = guidance is None or 0 <= guidance < float("inf")
-    if min(counts, default=1) < 1 or not is_scale:
-        raise UsageError(
-            f"steps {steps}, guidance {guidance}, side {side}: steps and side of 1 or more, and a finite guidance of 0 "
-            "or more, are required; None takes the value of the evaluation in training"
-        )
 
 
 def write_files(

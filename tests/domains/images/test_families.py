@@ -20,7 +20,7 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import snr_weight
 from accel_train.domains.images.memory.memory_need import encoder_bytes
 from accel_train.domains.images.pipelines import encoding
-from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments
+from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments, refuse_size
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
 from accel_train.domains.images.pipelines.loading import (
@@ -142,7 +142,7 @@ def test_text_encoders_in_bf16_condition_a_denoiser_in_fp32(name: str, bases: di
     side = tiny.SIDES.get(name, tiny.SIDE)
     pipeline = base.pipeline(torch.device("cpu"))
     prompts = prompt_arguments(pipeline, base, "a red flag", None, None)
-    drawn = draw_picture(pipeline, base.family, prompts, 3, side, 2, None)
+    drawn = draw_picture(pipeline, base.family, prompts, 3, (side, side), 2, None)
     encoders = text_encoders(pipeline)
     assert sorted(encoders) == sorted(base.text_encoders())
     assert all(weight.dtype == torch.bfloat16 for part in encoders.values() for weight in part.parameters())
@@ -153,7 +153,7 @@ def test_text_encoders_in_bf16_condition_a_denoiser_in_fp32(name: str, bases: di
     encoding.drop_text_encoders(pipeline)
     model: Any = base.denoiser("fp32").eval()
     setattr(pipeline, base.family.denoiser, model)
-    assert torch.equal(draw_picture(pipeline, base.family, prompts, 3, side, 2, None), drawn)
+    assert torch.equal(draw_picture(pipeline, base.family, prompts, 3, (side, side), 2, None), drawn)
 
     def predicted(conditioning: dict[str, Tensor]) -> Tensor:
         noisy = torch.randn(1, *latent_shape(pipeline, base, side), generator=torch.Generator().manual_seed(0))
@@ -381,6 +381,11 @@ def test_a_pipeline_with_positions_has_a_largest_picture(bases: dict[str, Base])
     largest = {name: base.largest for name, base in bases.items()}
     assert largest.pop("sd3") == (32, 32)
     assert set(largest.values()) == {None}
+    pipeline = bases["sd3"].components(torch.device("cpu"))
+    refuse_size((16, 32), pipeline, bases["sd3"])
+    for size, given in (((36, 32), "height 36"), ((16, 36), "width 36"), ((36, 36), "side 36")):
+        with pytest.raises(UsageError, match=rf"{given}: .* at most 32x32; give 32 or less, a multiple of 4"):
+            refuse_size(size, pipeline, bases["sd3"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import accel_train
@@ -90,7 +91,7 @@ def test_an_adapter_is_drawn_with_a_share_of_its_strength(pipeline: PicturePipel
     assert torch.equal(pipeline.draw(PROMPT, scale=1.0, adapter=None), drawn[1.0])  # a call chooses anew
     pipeline.pipeline.set_adapters(["default"], adapter_weights=[0.5])
     prompts = prompt_arguments(pipeline.pipeline, pipeline.base, PROMPT, None, None)
-    theirs = draw_picture(pipeline.pipeline, pipeline.base.family, prompts, 0, tiny.SIDE, 2, None)
+    theirs = draw_picture(pipeline.pipeline, pipeline.base.family, prompts, 0, (tiny.SIDE, tiny.SIDE), 2, None)
     pipeline.pipeline.set_adapters(["default"])
     torch.testing.assert_close(theirs, drawn[0.5], rtol=0, atol=1e-6)
     with pytest.raises(UsageError, match=r"scale 0.5: belongs to an adapter, but only the base is drawn"):
@@ -137,12 +138,47 @@ def test_guidance_leads_away_from_a_negative_prompt(pipeline: PicturePipeline) -
         pipeline.draw(PROMPT, negative_prompt="a dog", guidance=1.0)
 
 
+@pytest.mark.parametrize(("height", "width"), [(24, 16), (16, 32), (None, 24)])
+def test_a_picture_that_is_not_square_is_that_of_diffusers(
+    height: int | None, width: int, pipeline: PicturePipeline
+) -> None:
+    """A height or a width that is not given is the side of the evaluation."""
+    drawn = pipeline.draw(PROMPT, height=height, width=width, seed=5)
+    assert drawn.shape == (3, height or tiny.SIDE, width)
+    images = pipeline.pipeline(
+        prompt=PROMPT,
+        height=height or tiny.SIDE,
+        width=width,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(5),
+        output_type="np",
+    ).images
+    expected = torch.from_numpy(images)[0].permute(2, 0, 1) * 2 - 1
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
+
+
+def test_a_height_and_a_width_are_given_on_the_command_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sample", str(folder / "flags"), "--prompt", PROMPT, "--output", str(tmp_path / "drawn")]
+    assert cli._main([*words, "--height", "24", "--width", "16"]) == 0
+    (file,) = (tmp_path / "drawn").iterdir()
+    with Image.open(file) as image:
+        assert image.size == (16, 24)
+    with pytest.raises(UsageError, match=r"side 16 with height 24 and width 8: side is both height and width"):
+        cli._main([*words, "--side", "16", "--height", "24", "--width", "8"])
+    with pytest.raises(UsageError, match=r"width 20: .* multiples of 8 .*; give 16 or 24"):
+        cli._main([*words, "--width", "20"])
+
+
 @pytest.mark.parametrize(
-    "given", [{"steps": 0}, {"side": 0}, {"guidance": float("nan")}, {"guidance": -1.0}, {"steps": -3}], ids=str
+    "given",
+    [{"steps": 0}, {"side": 0}, {"height": 0}, {"guidance": float("nan")}, {"guidance": -1.0}, {"steps": -3}],
+    ids=str,
 )
 def test_values_out_of_range_are_refused(given: dict[str, Any], pipeline: PicturePipeline) -> None:
     ((name, value),) = given.items()
-    with pytest.raises(UsageError, match=f"{name} {value}.*steps and side of 1 or more, and a finite guidance of 0"):
+    with pytest.raises(UsageError, match=f"{name} {value}.*steps and pixels of 1 or more, and a finite guidance of 0"):
         pipeline(PROMPT, **given)
 
 

@@ -93,7 +93,7 @@ def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str]
     # Embeddings come from the cache, or from text encoders that are trained. Others may be gone by now.
     arguments = family.sample(together, family.empty(inputs.pipeline, inputs.embeddings("")))
     seeds = [_seed(seed, caption) for caption in captions]
-    drawn = draw_pictures(inputs.pipeline, family, arguments, seeds, side, options.steps, options.guidance)
+    drawn = draw_pictures(inputs.pipeline, family, arguments, seeds, (side, side), options.steps, options.guidance)
     values = (drawn.permute(0, 2, 3, 1) + 1) * 127.5
     return values.round().clamp(0, 255).to(torch.uint8)
 

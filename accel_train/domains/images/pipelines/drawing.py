@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.domains.images.buckets import Size
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.loading import text_encoders
 from accel_train.domains.models.input_dtypes import cast_floats
@@ -19,24 +20,95 @@ from accel_train.domains.models.pictures.captions import on_one_line
 if TYPE_CHECKING:
     from accel_train.domains.images.pipelines.loading import Base
 
+SIDE = 512
+STEPS = 28
+"""Default side in pixels, and default denoising steps, of a base alone. Adapters have those of their training."""
+
 
 def reduction(pipeline: Any) -> int:
     """Return the number of pixels along a side of one latent."""
     return int(pipeline.vae_scale_factor)
 
 
-def refuse_side(given: str, side: int, pipeline: Any, base: Base) -> None:
+class Drawing(TypedDict, total=False):
+    """Options of a picture in a call. Absent or None: those of the evaluation in training."""
+
+    steps: int | None
+    guidance: float | None
+    side: int | None
+    """Height and width in pixels."""
+    height: int | None
+    width: int | None
+
+
+class Drawn(NamedTuple):
+    """Options of a picture with all values. ``guidance`` None is the default of the family."""
+
+    steps: int
+    guidance: float | None
+    size: Size
+    """Height and width in pixels."""
+
+
+def resolve_drawing(
+    recorded: Mapping[str, Any],
+    *,
+    steps: int | None = None,
+    guidance: float | None = None,
+    side: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+) -> Drawn:
+    """Return the options of a picture, those not given from ``recorded``, the sampler's of the training.
+
+    Raises ``UsageError`` for values out of range, and for ``side`` beside ``height`` or ``width``.
+    """
+    refuse_both(side, height, width)
+    counts = [count for count in (steps, side, height, width) if count is not None]
+    is_scale = guidance is None or 0 <= guidance < float("inf")
+    if min(counts, default=1) < 1 or not is_scale:
+        raise UsageError(
+            f"steps {steps}, guidance {guidance}, side {side}, height {height}, width {width}: steps and pixels of 1 "
+            "or more, and a finite guidance of 0 or more, are required; None takes the value of the evaluation in "
+            "training"
+        )
+    square = side or int(recorded.get("side", SIDE))
+    strength = recorded.get("guidance") if guidance is None else guidance
+    return Drawn(steps or int(recorded.get("steps", STEPS)), strength, (height or square, width or square))
+
+
+def refuse_both(side: int | None, height: int | None, width: int | None) -> None:
+    """Raise ``UsageError`` for a side beside a height or a width."""
+    beside = {name: value for name, value in (("height", height), ("width", width)) if value is not None}
+    if side is not None and beside:
+        named = " and ".join(f"{name} {value}" for name, value in beside.items())
+        raise UsageError(f"side {side} with {named}: side is both height and width; give height and width alone")
+
+
+def refuse_size(size: Size, pipeline: Any, base: Base) -> None:
+    """Raise ``UsageError`` for a height and a width that ``base`` cannot draw."""
+    height, width = size
+    if height == width:
+        refuse_side(f"side {height}", height, pipeline, base)
+        return
+    rows, columns = base.largest or size
+    refuse_side(f"height {height}", height, pipeline, base, rows)
+    refuse_side(f"width {width}", width, pipeline, base, columns)
+
+
+def refuse_side(given: str, side: int, pipeline: Any, base: Base, longest: int | None = None) -> None:
     """Raise ``UsageError`` for a side, in pixels, that ``base`` cannot draw. ``given`` is its option with the value.
 
-    Some pipelines end with an error of their own, and others draw a smaller picture.
+    ``longest`` is the limit of this side, by default that of a square. Some pipelines end with an error of their own,
+    and others draw a smaller picture.
     """
     family = base.family
     needed = math.lcm(reduction(pipeline) * family.patch, family.drawn_step)
     largest = base.largest
-    if largest is not None and side > min(largest):
+    if largest is not None and side > (longest or min(largest)):
         raise UsageError(
-            f"{given}: {base.source} draws at most {largest[1]}x{largest[0]}, and drawn pictures are square; give "
-            f"{min(largest) // needed * needed} or less, a multiple of {needed}"
+            f"{given}: {base.source} draws at most {largest[1]}x{largest[0]}; give "
+            f"{(longest or min(largest)) // needed * needed} or less, a multiple of {needed}"
         )
     if side % needed == 0:
         return
@@ -77,12 +149,15 @@ def draw_picture(
     family: Family,
     prompt: Mapping[str, Any],
     seed: int,
-    side: int,
+    size: Size,
     steps: int,
     guidance: float | None,
 ) -> Tensor:
-    """Return one picture of a pipeline, (3, H, W) from -1 to 1. Its noise is the same on any device."""
-    return draw_pictures(pipeline, family, prompt, [seed], side, steps, guidance)[0]
+    """Return one picture of a pipeline, (3, H, W) from -1 to 1, of ``size`` (H, W).
+
+    Its noise is the same on any device.
+    """
+    return draw_pictures(pipeline, family, prompt, [seed], size, steps, guidance)[0]
 
 
 def draw_pictures(
@@ -90,7 +165,7 @@ def draw_pictures(
     family: Family,
     prompts: Mapping[str, Any],
     seeds: Sequence[int],
-    side: int,
+    size: Size,
     steps: int,
     guidance: float | None,
 ) -> Tensor:
@@ -104,8 +179,8 @@ def draw_pictures(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     with _without_rounding_encoders(pipeline):
         images = pipeline(
-            height=side,
-            width=side,
+            height=size[0],
+            width=size[1],
             num_inference_steps=steps,
             generator=generators if len(seeds) > 1 else generators[0],
             output_type="np",

@@ -125,7 +125,9 @@ def draw(
         arguments = family.sample(encoded(prompt), empty)
         # Without the sign: a generator reports a negative seed as one beyond int64, where MMDiT's sampler reads it.
         picture_seed = rng.key(seed, "lora/validation", number) & (2**63 - 1)
-        pictures.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
+        pictures.append(
+            draw_picture(pipeline, family, arguments, picture_seed, (side, side), options.steps, options.guidance)
+        )
     return pictures
 
 

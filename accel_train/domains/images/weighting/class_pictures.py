@@ -173,7 +173,7 @@ def _draw(
                 # reads it back into int64.
                 seed = rng.key(0, STREAM, number) & (2**63 - 1)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    drawn = draw_picture(pipeline, family, arguments, seed, side, prior.steps, None)
+                    drawn = draw_picture(pipeline, family, arguments, seed, (side, side), prior.steps, None)
                 _write(drawn, file, file.with_suffix(config.caption_extension), prior.caption)
                 progress.update(1)
     finally:
