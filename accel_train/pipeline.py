@@ -8,7 +8,7 @@ normalisation and the units. ``accel_train.load`` reads it and returns the pipel
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import to_tree
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 FORMAT = 1
 DESCRIBED = ("recipe", "pipeline", "objective", "sampler", "normalisation", "units", "card")
@@ -213,10 +213,30 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
     return filled
 
 
-def listed(texts: str | Sequence[str]) -> list[str]:
-    """Return texts as a list. A single string is one text."""
+def listed(texts: object) -> list[str]:
+    """Return texts as a list. A single string is one text. Raises ``UsageError`` for anything else."""
     # A string is a sequence too, of characters.
-    return [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        return [one_text(texts)]
+    return [one_text(text) for text in cast("Iterable[object]", texts)]
+
+
+def one_text(text: object, what: str = "text") -> str:
+    """Return a text as it is. Raises ``UsageError`` for anything that is no string."""
+    if not isinstance(text, str):
+        raise UsageError(f"{what} {repr(text)[:60]}: is of type {type(text).__name__}; a string is required")
+    return text
+
+
+def numbers(what: str, values: object) -> Tensor:
+    """Return values as a tensor. Raises ``UsageError`` for anything of which torch makes none."""
+    import torch
+
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(values).__name__
+        raise UsageError(f"{what} {repr(values)[:60]}: is of type {kind}; a tensor of numbers is required") from None
 
 
 def file_stem(prompt: str, seed: int, content: bytes) -> str:

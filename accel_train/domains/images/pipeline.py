@@ -52,7 +52,7 @@ from accel_train.domains.models.adapters import (
     refuse_whole_model,
     scaled_adapter,
 )
-from accel_train.pipeline import Example, WrittenModel, describe, file_stem, read_lines
+from accel_train.pipeline import Example, WrittenModel, describe, file_stem, one_text, read_lines
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files
 
@@ -272,6 +272,7 @@ class PicturePipeline:
         leads away from ``negative_prompt``. Raises ``UsageError`` for a size that the base cannot draw, for values out
         of range or without effect, and for any other ``scale`` of DoRA than 0 and 1.
         """
+        one_text(prompt, "prompt")
         count, strength, size = resolve_drawing(self.sampler, **drawing)
         refuse_size(size, self.pipeline, self.base)
         with self.using(adapter), self._scaled(scale):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from accel_train.domains.images.pipelines.components import not_loaded
 from accel_train.domains.images.pipelines.family import INDEX
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.pipeline import settings
-from accel_train.store import manifest
+from accel_train.store import manifest, strict_json
 from accel_train.store.pretrained_base import (
     COMMIT,
     at_recorded_revision,
@@ -58,16 +57,21 @@ def is_pipeline_folder(directory: Path) -> bool:
 
 
 def read_described(directory: Path) -> Mapping[str, Any]:
-    """Read config.json of a checkpoint or an export. Raises ``UsageError`` for one of a newer version."""
-    described = settings(read_description(directory), directory)
-    assert described is not None, "this pipeline writes a description"
+    """Read config.json of a checkpoint or an export. Raises ``UsageError`` for a damaged one or a newer version."""
+    described = settings(read_description(directory), directory) or {}
+    lacking = [name for name in ("base", "sampler") if not isinstance(described.get(name), Mapping)]
+    if lacking:
+        raise UsageError(f"{directory / 'config.json'}: has no {' and no '.join(lacking)}; restore it from a copy")
     return described
 
 
 def read_description(directory: Path) -> Mapping[str, Any]:
-    """Read config.json; empty for a folder written by peft alone."""
+    """Read config.json; empty for a folder written by peft alone. Raises ``UsageError`` for a damaged one."""
     path = directory / "config.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    try:
+        return strict_json.read_object(path) if path.is_file() else {}
+    except ValueError as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
 
 
 def base_config(described: Mapping[str, Any], directory: Path) -> BaseConfig:

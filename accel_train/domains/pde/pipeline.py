@@ -24,7 +24,7 @@ from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.pipeline import Example, describe, settings
+from accel_train.pipeline import Example, describe, numbers, settings
 from accel_train.store.weights import has_ema
 
 BATCH = 64
@@ -222,6 +222,7 @@ class FieldPipeline:
     def _checked(self, task: FieldTask, fields: Tensor) -> Tensor:
         """Return fields as (B, C, H, W) fp32 on the CPU."""
         checked = _real("input", fields)
+        shape = tuple(checked.shape)
         height, width = task.grid
         if checked.dim() == 3 and height == 1:
             checked = checked[:, :, None]
@@ -230,7 +231,7 @@ class FieldPipeline:
         if not fits or len(checked) == 0:
             flat = f", or (B, {task.input_channels}, {width})" if height == 1 else ""
             raise UsageError(
-                f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
+                f"input of shape {shape}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
                 "on the grid that it was trained on"
             )
         return checked.contiguous()
@@ -304,7 +305,7 @@ def _noise(stream: str, shape: Sequence[int]) -> Tensor:
 
 def _real(what: str, values: Tensor) -> Tensor:
     """Return finite values as fp32 on the CPU."""
-    found = torch.as_tensor(values).detach()
+    found = numbers(what, values).detach()
     if found.is_complex():
         # `float` would drop the imaginary part.
         raise UsageError(f"{what}: complex numbers ({found.dtype}); real ones are required, as in the training data")

@@ -165,7 +165,7 @@ class TextLatentPipeline:
             return TextLatentSamples(
                 self.texts_from_latents(latents, seed=seed, length=length), checked(latents, self.assets.latent_shape)
             )
-        prompts = [texts] if isinstance(texts, str) else list(texts or ())
+        prompts = [] if texts is None else listed(texts)
         rewritten = None
         sampled = None
         if self.assets.encoder is not None and "latent" in self.conditions:

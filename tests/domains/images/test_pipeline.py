@@ -138,6 +138,26 @@ def test_guidance_leads_away_from_a_negative_prompt(pipeline: PicturePipeline) -
         pipeline.draw(PROMPT, negative_prompt="a dog", guidance=1.0)
 
 
+@pytest.mark.parametrize("given", [3, None, [], ["a red flag"]], ids=str)
+def test_a_prompt_that_is_no_text_is_refused(given: Any, pipeline: PicturePipeline) -> None:
+    with pytest.raises(UsageError, match=r"prompt .*: is of type (int|NoneType|list); a string is required"):
+        pipeline(given)
+
+
+def test_a_damaged_description_is_named(folder: Path, tmp_path: Path) -> None:
+    export = tmp_path / "exported"
+    assert cli._main(["export", str(folder / "ink"), str(export)]) == 0
+    described = json.loads((export / "config.json").read_text())
+    for name in ("base", "sampler"):
+        rest = {key: value for key, value in described.items() if key != name}
+        (tmp_path / "config.json").write_text(json.dumps(rest))
+        with pytest.raises(UsageError, match=f"config.json: has no {name}; restore it from a copy"):
+            PicturePipeline.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config.json: cannot be read"):
+        PicturePipeline.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize(("height", "width"), [(24, 16), (16, 32), (None, 24)])
 def test_a_picture_that_is_not_square_is_that_of_diffusers(
     height: int | None, width: int, pipeline: PicturePipeline

@@ -84,6 +84,8 @@ def test_one_field_has_one_prediction_in_any_company(refined: FieldPipeline) -> 
         ),
         (lambda p: p(torch.zeros(1, 2, 8, 8), task="darcy"), r"darcy reads \(B, 1, 8, 8\), on the grid"),
         (lambda p: p(torch.full((1, 1, 8, 8), torch.inf), task="darcy"), "input: NaN or infinity"),
+        (lambda p: p("a", task="darcy"), "input 'a': is of type str; a tensor of numbers is required"),
+        (lambda p: p(3, task="darcy"), r"input of shape \(\): darcy reads"),
         (lambda p: p(torch.zeros(1, 1, 16), torch.nan * SPEED, task="advection"), "parameters: NaN or infinity"),
         (lambda p: p(torch.full((1, 1, 8, 8), 1j), task="darcy"), r"input: complex numbers .* real ones are required"),
         (lambda p: p(torch.zeros(1, 1, 16), 1j * SPEED, task="advection"), "parameters: complex numbers"),

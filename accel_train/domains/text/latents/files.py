@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.vae import IDENTITY_FILE
 from accel_train.domains.text.latents.cache import LatentTable
+from accel_train.pipeline import numbers
 
 SUFFIXES = (".npy", ".safetensors")
 
@@ -161,14 +162,14 @@ def checked(latents: Tensor, shape: tuple[int, int]) -> Tensor:
     Raises ``UsageError`` for other shapes, and for NaN or infinity.
     """
     length, width = shape
-    found = torch.as_tensor(latents).detach().float().cpu()
+    found = numbers("latents", latents).detach().float().cpu()
+    given = tuple(found.shape)
     if found.dim() == 2 and length == 1:
         found = found[:, None]
     if found.dim() != 3 or found.shape[1:] != (length, width) or len(found) == 0:
         single = f", or (B, {width})" if length == 1 else ""
         raise UsageError(
-            f"latents of shape {tuple(latents.shape)}: this model reads (B, {length}, {width}){single}, as its "
-            "encoder gives them"
+            f"latents of shape {given}: this model reads (B, {length}, {width}){single}, as its encoder gives them"
         )
     if not found.isfinite().all():
         raise UsageError("latents: NaN or infinity among them; finite numbers are required")
