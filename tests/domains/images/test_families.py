@@ -22,14 +22,8 @@ from accel_train.domains.images.memory.memory_need import encoder_bytes
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments, refuse_size
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
-from accel_train.domains.images.pipelines.family import Predicting
-from accel_train.domains.images.pipelines.loading import (
-    Base,
-    BaseConfig,
-    DiffusersBase,
-    find_base,
-    text_encoders,
-)
+from accel_train.domains.images.pipelines.family import Predicting, text_encoders
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.trained_text.adapters import refuse_unknown_targets
 from accel_train.domains.models.lora import LoraConfig
 from tests.domains.images import tiny_pipelines as tiny

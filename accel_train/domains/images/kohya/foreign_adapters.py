@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.adapter_files import METADATA_KEY, write_settings
 from accel_train.domains.images.pipelines.components import quiet
-from accel_train.domains.images.pipelines.family import INDEX, UNUSED
-from accel_train.domains.images.pipelines.loading import DiffusersBase, text_encoders
+from accel_train.domains.images.pipelines.family import INDEX, UNUSED, text_encoders
+from accel_train.domains.images.pipelines.loading import DiffusersBase
 from accel_train.domains.images.trained_text import adapters as trained_text
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.models import lora

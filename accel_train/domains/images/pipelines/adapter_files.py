@@ -22,7 +22,8 @@ from accel_train.config import UsageError
 from accel_train.domains.images.kohya.layer_names import Layer, renamed, renamed_text
 from accel_train.domains.images.kohya.metadata import written
 from accel_train.domains.images.pipelines.components import quiet
-from accel_train.domains.images.pipelines.loading import Base, text_encoders
+from accel_train.domains.images.pipelines.family import text_encoders
+from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.models import adapters, lora
 from accel_train.pipeline import PLACE
 from accel_train.store import atomic_files, manifest, strict_json

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.buckets import Size
-from accel_train.domains.images.pipelines.family import Family
-from accel_train.domains.images.pipelines.loading import text_encoders
+from accel_train.domains.images.pipelines.family import Family, text_encoders
 from accel_train.domains.models.input_dtypes import cast_floats
 from accel_train.domains.models.pictures.captions import on_one_line
 

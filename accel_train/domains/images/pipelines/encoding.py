@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
-from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, text_encoders
+from accel_train.domains.images.pipelines.family import text_encoders
+from accel_train.domains.images.pipelines.loading import Base, DiffusersBase
 from accel_train.domains.images.sources import SHOWN_NAMES
 from accel_train.domains.models.pretrained import config_hash
 from accel_train.wording import shortened

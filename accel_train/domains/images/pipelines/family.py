@@ -113,6 +113,12 @@ class Family:
     """Paths of denoiser layers without influence on a picture."""
 
 
+def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the text encoders of a pipeline by name."""
+    found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
+    return {name: encoder for name, encoder in found.items() if encoder is not None}
+
+
 def defining_files(
     directory: Path,
     index: Mapping[str, Sequence[Any]],

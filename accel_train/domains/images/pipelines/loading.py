@@ -17,7 +17,7 @@ from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_pa
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
 from accel_train.domains.images.pipelines import components, flow_transformers, unets
 from accel_train.domains.images.pipelines.components import quiet
-from accel_train.domains.images.pipelines.family import INDEX, UNREAD, UNUSED, Family, defining_files
+from accel_train.domains.images.pipelines.family import INDEX, UNREAD, UNUSED, Family, defining_files, text_encoders
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
@@ -266,12 +266,6 @@ class DiffusersBase:
 
 
 Base: TypeAlias = "DiffusersBase | MMDiTBase"
-
-
-def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
-    """Return the text encoders of a pipeline by name."""
-    found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
-    return {name: encoder for name, encoder in found.items() if encoder is not None}
 
 
 def _build_whole() -> None:

@@ -24,7 +24,8 @@ from accel_train.domains.images.folders import METADATA_FILES, picture_files
 from accel_train.domains.images.latent_cache import EncodeTexts, Filling
 from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
-from accel_train.domains.images.pipelines.loading import Base, text_encoders
+from accel_train.domains.images.pipelines.family import text_encoders
+from accel_train.domains.images.pipelines.loading import Base
 from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.atomic_files import replace_file, replace_json
