@@ -29,7 +29,7 @@ from accel_train.launch_files.machine_config import (
     visible_machine,
 )
 from accel_train.launch_files.other_launchers import refuse_other_launchers
-from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.parents import EXIT_CODE_VARIABLE, end_with_parent
 from accel_train.launch_files.processes import (
     refuse_launch_without_device,
     refuse_rank_and_port,
@@ -40,7 +40,6 @@ from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS
 from accel_train.launch_files.section import Section
 from accel_train.runtime.exiting import (
     EXIT_AGAIN,
-    EXIT_CODE_VARIABLE,
     EXIT_PREEMPTED,
     STARTED_AGAIN_VARIABLE,
     reported_exit_code,
@@ -55,6 +54,8 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
 }
 
 
+TORCHRUN = "accel_train.commands.torchrun"
+"""Module in place of ``torch.distributed.run``."""
 WITHOUT_FILE = "no --config_file and no default file of `accelerate config`"
 
 
@@ -89,21 +90,25 @@ def launch(request: Launch, *, rehearsal: bool = False, early: Early = STOPPED_E
     """Run the recipe to its end and return its exit code (0 done, 2 usage error, 75 preempted, else 1)."""
     # Entered before the slow import of Accelerate, so that a signal meanwhile gives exit code 75.
     with _SignalRelay(early) as relay:
-        command, environment, num_machines = _prepare(request, rehearsal=rehearsal)
+        command, environment, place = _prepare(request, rehearsal=rehearsal)
         code = _run(command, environment, relay)
         while code == EXIT_AGAIN:
             # First, so that a stop from here on ends the launcher. None is lost between the check and the new start.
             relay.begin_again()
             # The launchers of other machines have ended with an error, and this one would wait for them.
-            if relay.stopped or num_machines > 1:
-                return EXIT_PREEMPTED
+            if relay.stopped or place is not None:
+                code = EXIT_PREEMPTED
+                break
             print("accel-train launch: starting again", file=sys.stderr, flush=True)
             code = _run(command, environment | {STARTED_AGAIN_VARIABLE: "1"}, relay)
+        if code == EXIT_PREEMPTED and place is not None:
+            # Only process 0 says how the run has ended, on its own machine.
+            print(f"{place}: stopped; start the same command again on every machine (exit code {code})", file=sys.stderr)
         return code
 
 
-def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str], int]:
-    """Return the command, its environment and the number of machines. Raises ``UsageError``."""
+def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str], str | None]:
+    """Return the command, its environment and, of several machines, the name of this one. Raises ``UsageError``."""
     path, machine, assumption = read_machine(request)
     if assumption is not None:
         print(assumption, flush=True)
@@ -123,15 +128,17 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         environment[REHEARSAL_VARIABLE] = "1"
     else:
         _refuse_missing_devices(path, machine, settings)
+    place = None
     if machine.num_machines > 1:
+        place = f"machine {settings.machine_rank} of {machine.num_machines}"
         # torchrun waits for the other machines without a word.
         print(
-            f"machine {settings.machine_rank} of {machine.num_machines}: the processes start once every machine has "
-            f"started this command and reaches {settings.main_process_ip}:{settings.main_process_port}",
+            f"{place}: the processes start once every machine has started this command and reaches "
+            f"{settings.main_process_ip}:{settings.main_process_port}",
             flush=True,
         )
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
-    return [*command, str(recipe), *request.arguments], environment, machine.num_machines
+    return [*command, str(recipe), *request.arguments], environment, place
 
 
 def _refuse_missing_devices(path: Path | None, machine: MachineConfig, settings: Any) -> None:
@@ -282,7 +289,7 @@ def torchrun_command(settings: Any, single: bool) -> list[str]:
     """Return the command to start the processes of this machine."""
     if single:
         return [sys.executable]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(settings.nproc_per_node)]
+    command = [sys.executable, "-m", TORCHRUN, "--nproc_per_node", str(settings.nproc_per_node)]
     address = "127.0.0.1"
     if settings.num_machines > 1:
         command += ["--nnodes", str(settings.num_machines), "--node_rank", str(settings.machine_rank)]

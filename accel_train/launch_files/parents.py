@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
+"""Path of the file for the workers' exit codes, read by ``accel-train launch``. torchrun turns each into 1."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``."""
 TIED = f"""
@@ -66,6 +68,9 @@ def parent_command_lines(levels: int = 4) -> list[list[str]]:
 
 def launcher_with_traceback() -> str | None:
     """Name the launcher of this process, or None if there is none or it prints no traceback for exit code 2."""
+    # `accel-train launch` keeps such a traceback from the terminal.
+    if EXIT_CODE_VARIABLE in os.environ:
+        return None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
     try:

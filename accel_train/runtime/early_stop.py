@@ -40,6 +40,7 @@ LAUNCHERS = {
     "accel-train",
     "accel_train",
     "accel_train.cli",
+    "accel_train.commands.torchrun",
     "deepspeed",
     "deepspeed.launcher.launch",
 }

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from accel_train.config import MendedError, UsageError, requested_output_dir
-from accel_train.launch_files.parents import launcher_with_traceback
+from accel_train.launch_files.parents import EXIT_CODE_VARIABLE, launcher_with_traceback
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
-EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
-"""Path of the file for the workers' exit codes, read by ``accel-train launch``. torchrun turns each into 1."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved; start the same command again to resume."""
 EXIT_AGAIN = 76

@@ -98,7 +98,7 @@ def test_hosts_with_other_options_are_refused_on_both(hosts: tuple[str, str], tm
     assert [process.returncode for process in started] == [2, 2], "\n".join(o[-3000:] for o in outputs)
     for output in outputs:
         assert "error (wrong usage, exit code 2): seed: 0 on " in output
-        assert "(process 0), but 7 on " in output
+        assert "(process 0), but 7 on " in output.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -81,7 +81,8 @@ def begin(started: list[Launched], out: Path, command: tuple[str, ...]) -> Launc
 def workers(process: Launched) -> list[psutil.Process]:
     """The training processes and their writers."""
     found = children(process.pid, "trainer.py") + children(process.pid, "checkpoints.writer")
-    return [p for p in found if "torch.distributed.run" not in p.cmdline() and "accel_train.cli" not in p.cmdline()]
+    launchers = {"torch.distributed.run", "accel_train.commands.torchrun", "accel_train.cli"}
+    return [p for p in found if launchers.isdisjoint(p.cmdline())]
 
 
 def gone(processes: list[psutil.Process]) -> bool:
