@@ -875,7 +875,7 @@ LAUNCHERS = [
     Row(
         "I23-host",
         "launch --config_file {presets}/multi_node.yaml {recipe}",
-        r"main_process_ip.*first-machine\.invalid.*resolve",
+        r"main_process_ip.*first-machine\.invalid.*address or name of machine 0",
         2,
     ),
     Row(

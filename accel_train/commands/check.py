@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, import_recipe
-from accel_train.commands.launch import Launch, read_machine, refuse_missing_processes
+from accel_train.commands.launch import Launch, read_machine, refuse_unfinished
 from accel_train.config import UsageError, expand_path
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
@@ -91,7 +91,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
 
     silenced = ignored_names(os.environ, ignored)
     path, machine, assumption = read_machine(request)
-    refuse_missing_processes(machine)
+    refuse_unfinished(machine, request)
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
     processes = machine.num_processes or 1

@@ -35,7 +35,7 @@ from accel_train.launch_files.processes import (
     refuse_rank_and_port,
     refuse_shared_devices,
 )
-from accel_train.launch_files.rendezvous import check_rendezvous
+from accel_train.launch_files.rendezvous import check_rendezvous, refuse_placeholder
 from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE
 from accel_train.launch_files.section import Section
 from accel_train.runtime.exiting import (
@@ -103,7 +103,9 @@ def launch(request: Launch, *, rehearsal: bool = False, early: Early = STOPPED_E
             code = _run(command, environment | {STARTED_AGAIN_VARIABLE: "1"}, relay)
         if code == EXIT_PREEMPTED and place is not None:
             # Only process 0 says how the run has ended, on its own machine.
-            print(f"{place}: stopped; start the same command again on every machine (exit code {code})", file=sys.stderr)
+            print(
+                f"{place}: stopped; start the same command again on every machine (exit code {code})", file=sys.stderr
+            )
         return code
 
 
@@ -117,7 +119,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     if rehearsal and request.main_process_port is None and machine.num_machines == 1:
         # A real run on this machine may use the port in the file.
         request = replace(request, main_process_port=free_port())
-    _check_rendezvous(machine, request)
+    check_rendezvous(*with_flags(machine, request))
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     if rehearsal:
@@ -230,6 +232,12 @@ def refuse_missing_processes(machine: MachineConfig) -> None:
         )
 
 
+def refuse_unfinished(machine: MachineConfig, request: Launch) -> None:
+    """Refuse a launch file in which something is left to fill in, and no flag gives it."""
+    refuse_missing_processes(machine)
+    refuse_placeholder(*with_flags(machine, request))
+
+
 def accelerate_settings(path: Path | None, machine: MachineConfig, request: Launch) -> Namespace:
     """Return the launch settings after Accelerate's own parser and validation."""
     from accelerate.commands.launch import (
@@ -306,14 +314,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
-    overrides: dict[str, Any] = {}
-    for name in ("machine_rank", "main_process_ip", "main_process_port"):
-        value = getattr(request, name)
-        if value is not None:
-            overrides[name] = value
-    machine = replace(machine, **overrides)
-    check_rendezvous(machine)
+def with_flags(machine: MachineConfig, request: Launch) -> tuple[MachineConfig, frozenset[str]]:
+    """Return the machine with the place and the address that flags give, and the names of these flags."""
+    values = {name: getattr(request, name) for name in ("machine_rank", "main_process_ip", "main_process_port")}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return replace(machine, **given), frozenset(given)
 
 
 class _SignalRelay:

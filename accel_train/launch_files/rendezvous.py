@@ -25,16 +25,17 @@ NAME = re.compile(r"(?!-)[\w-]{1,63}(?<!-)(\.(?!-)[\w-]{1,63}(?<!-))*\.?", re.AS
 """Host names that a name server accepts."""
 
 
-def check_rendezvous(machine: MachineConfig) -> None:
+def check_rendezvous(machine: MachineConfig, flags: frozenset[str] = frozenset()) -> None:
     """Refuse an impossible rendezvous: an unknown host, or a port in use on the main machine.
+
+    ``flags`` are the keys whose values in ``machine`` are those of flags.
 
     Waits up to ``RESOLUTION_SECONDS`` for the name of the host, and binds the port for a moment. Call it once per
     machine, before processes start.
     """
-    # Flags may have replaced both, and an error must show those in use.
-    used = {"main_process_ip": machine.main_process_ip, "main_process_port": machine.main_process_port}
-    section = Section(machine.path, "", dict(machine.raw) | used, machine.places)
+    section = _section(machine, flags)
     port = DEFAULT_PORT if machine.main_process_port is None else machine.main_process_port
+    refuse_placeholder(machine, flags)
     if machine.num_machines > 1:
         addresses = _resolve(section, str(machine.main_process_ip), port)
         if machine.machine_rank == 0:
@@ -43,6 +44,27 @@ def check_rendezvous(machine: MachineConfig) -> None:
     chosen_by_launcher = machine.num_machines == 1 and not machine.main_process_port
     if machine.machine_rank == 0 and port != 0 and not chosen_by_launcher:
         _check_port(section, port)
+
+
+def refuse_placeholder(machine: MachineConfig, flags: frozenset[str] = frozenset()) -> None:
+    """Refuse an address that cannot exist, such as that of `multi_node.yaml`. Asks no name server."""
+    if machine.num_machines > 1 and _is_placeholder(str(machine.main_process_ip)):
+        raise _section(machine, flags).refuse(
+            "main_process_ip",
+            "the address or name of machine 0 as the other machines see it, which a name ending in .invalid never is",
+            "write it there, or give it as --main_process_ip",
+        )
+
+
+def _is_placeholder(host: str) -> bool:
+    # No real name ends with `.invalid` (RFC 6761).
+    return host.rstrip(".").endswith(".invalid")
+
+
+def _section(machine: MachineConfig, flags: frozenset[str]) -> Section:
+    # Flags may have replaced both, and an error must show those in use.
+    used = {"main_process_ip": machine.main_process_ip, "main_process_port": machine.main_process_port}
+    return Section(machine.path, "", dict(machine.raw) | used, machine.places, flags)
 
 
 def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
@@ -63,7 +85,7 @@ def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[An
                 raise section.refuse(
                     "main_process_ip",
                     "an address that this machine can resolve",
-                    f"write the address of machine 0 (here{after}: {reason})",
+                    f"give the address of machine 0 (here{after}: {reason})",
                 ) from error
         if not said:
             print(
@@ -104,8 +126,7 @@ def _is_own(family: int, address: tuple[Any, ...]) -> bool:
 def _may_come(host: str, error: Exception) -> bool:
     """Return True if a later look-up may succeed: for a name, but not for a number that is not an address."""
     is_number = re.fullmatch(r"[\d.]+", host) is not None
-    # No real name ends with `.invalid` (RFC 6761): the preset has one as a placeholder.
-    if is_number or NAME.fullmatch(host) is None or host.endswith(".invalid"):
+    if is_number or NAME.fullmatch(host) is None:
         return False
     return isinstance(error, socket.gaierror) and error.errno in NOT_YET
 

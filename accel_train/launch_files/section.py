@@ -64,6 +64,8 @@ class Section:
     values: dict[str, object]
     places: Places
     """Positions in the whole file. Keys without their prefix are listed under their full names."""
+    flags: frozenset[str] = frozenset()
+    """Keys whose values are those of flags of the command line."""
 
     def label(self, key: str) -> str:
         """Return the key with the names of the sections around it."""
@@ -77,7 +79,9 @@ class Section:
         return place_of(self.file, self.places, path)
 
     def refuse(self, key: str, required: str, remedy: str) -> UsageError:
-        """Return the error for a key: its position and value, the required value, the remedy."""
+        """Return the error for a key: its position or its flag, its value, the required value, the remedy."""
+        if key in self.flags:
+            return UsageError(f"--{key} {shown(self.values[key])}: must be {required}; {remedy}")
         where = self.where(key)
         label = self.label(key)
         if key not in self.values:

@@ -145,6 +145,21 @@ def test_a_machine_of_several_is_told_where_to_meet() -> None:
     ]
 
 
+def test_a_check_refuses_the_placeholder_for_the_address_of_machine_0() -> None:
+    """A launch would refuse it as well. The address may also come from the flag."""
+    file, arguments = str(PRESETS / "multi_node.yaml"), ("base", "--data.path", "my.jsonl")
+    with pytest.raises(
+        UsageError,
+        match=r"yaml:\d+:1: `main_process_ip: first-machine\.invalid`: must be .* give it as --main_process_ip",
+    ):
+        check(Launch(file, str(RECIPE), arguments))
+    assert "16 process(es) on 2 machine(s)" in check(Launch(file, str(RECIPE), arguments, main_process_ip="10.0.0.1"))
+    with pytest.raises(
+        UsageError, match=r"^--main_process_ip first\.invalid: must be the address or name of machine 0"
+    ):
+        check(Launch(file, str(RECIPE), arguments, main_process_ip="first.invalid"))
+
+
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"recipe 'none\.py': there is no such file"):
         launch(Launch(str(PRESETS / "ddp.yaml"), "none.py"))
@@ -413,7 +428,7 @@ def test_a_port_that_is_in_use(given: bool, files: Path, worker: str, capfd: pyt
             if rehearsal and not given:
                 assert launch(request, rehearsal=True) == 0
                 continue
-            with pytest.raises(UsageError, match=rf"main_process_port: {port}`: must be a free port .* give another"):
+            with pytest.raises(UsageError, match=rf"main_process_port[: ]+{port}`?: must be a free port .* give another"):
                 launch(request, rehearsal=rehearsal)
 
 

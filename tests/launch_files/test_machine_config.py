@@ -472,10 +472,10 @@ def test_rendezvous(tmp_path: Path) -> None:
     check_rendezvous(read_machine_config(write(tmp_path, DDP)))
     preset = next(file for file in PRESETS if file.stem == "multi_node")
     machine = read_machine_config(preset)
-    with pytest.raises(UsageError, match=r"main_process_ip: first-machine.invalid`: must be an address"):
+    with pytest.raises(UsageError, match=r"main_process_ip: first-machine.invalid`: must be the address"):
         check_rendezvous(machine)
     # Replaced by a flag.
-    with pytest.raises(UsageError, match=r"main_process_ip: other.invalid`: must be an address"):
+    with pytest.raises(UsageError, match=r"main_process_ip: other.invalid`: must be the address"):
         check_rendezvous(dataclasses.replace(machine, main_process_ip="other.invalid"))
 
 

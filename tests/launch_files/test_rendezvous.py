@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.commands.launch import Launch, with_flags
 from accel_train.config import UsageError
 from accel_train.launch_files import rendezvous
 from accel_train.launch_files.machine_config import read_machine_config
@@ -134,3 +135,19 @@ def test_a_resolver_that_is_broken_is_not_waited_for(answers: Callable[..., list
     with pytest.raises(UsageError, match="main_process_ip: mmdit-0"):
         check(tmp_path, "mmdit-0")
     assert len(asked) == 1
+
+
+def test_an_address_given_by_a_flag_is_refused_by_the_name_of_the_flag(
+    answers: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    answers(*[socket.EAI_NONAME] * 9)
+    file = tmp_path / "machine.yaml"
+    file.write_text(FILE.format("10.0.0.1"))
+    request = Launch(str(file), "mmdit", main_process_ip="10.0.0.256")
+    with pytest.raises(UsageError, match=r"^--main_process_ip '10\.0\.0\.256': must be an address that this"):
+        check_rendezvous(*with_flags(read_machine_config(file), request))
+    # What no flag has replaced is still a line of the file.
+    request = Launch(str(file), "mmdit", main_process_port=29501)
+    with pytest.raises(UsageError, match=rf"^{file}:\d+:1: `main_process_ip: '10\.0\.0\.256'`"):
+        file.write_text(FILE.format("10.0.0.256"))
+        check_rendezvous(*with_flags(read_machine_config(file), request))
