@@ -32,12 +32,12 @@ from accel_train.launch_files.other_launchers import refuse_other_launchers
 from accel_train.launch_files.parents import EXIT_CODE_VARIABLE, end_with_parent
 from accel_train.launch_files.processes import (
     refuse_launch_without_device,
+    refuse_missing_processes,
     refuse_rank_and_port,
     refuse_shared_devices,
 )
-from accel_train.launch_files.rendezvous import check_rendezvous, refuse_placeholder
+from accel_train.launch_files.rendezvous import check_rendezvous, refuse_placeholder, wait_for_machine_0
 from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE
-from accel_train.launch_files.section import Section
 from accel_train.runtime.exiting import (
     EXIT_AGAIN,
     EXIT_PREEMPTED,
@@ -119,7 +119,8 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     if rehearsal and request.main_process_port is None and machine.num_machines == 1:
         # A real run on this machine may use the port in the file.
         request = replace(request, main_process_port=free_port())
-    check_rendezvous(*with_flags(machine, request))
+    machine, flags = with_flags(machine, request)
+    check_rendezvous(machine, flags)
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     if rehearsal:
@@ -139,6 +140,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
             f"{settings.main_process_ip}:{settings.main_process_port}",
             flush=True,
         )
+        wait_for_machine_0(machine)
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
     return [*command, str(recipe), *request.arguments], environment, place
 
@@ -220,16 +222,6 @@ def _describe_visible(machine: MachineConfig, request: Launch) -> str:
     else:
         reason = "as many as there are accelerators"
     return f"{WITHOUT_FILE}: {_processes(machine)}, {device} ({reason})"
-
-
-def refuse_missing_processes(machine: MachineConfig) -> None:
-    """Refuse a launch whose number of processes is neither in the file nor given by a flag."""
-    if machine.num_processes is None:
-        raise Section(machine.path, "", dict(machine.raw), machine.places).refuse(
-            "num_processes",
-            "a whole number, 1 or more, which counts the processes of all machines",
-            "add the line, or give --num_processes N",
-        )
 
 
 def refuse_unfinished(machine: MachineConfig, request: Launch) -> None:

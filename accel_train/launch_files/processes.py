@@ -79,6 +79,16 @@ def refuse_processes(flag: int | None) -> None:
         )
 
 
+def refuse_missing_processes(machine: MachineConfig) -> None:
+    """Refuse a launch whose number of processes is neither in the file nor given by a flag."""
+    if machine.num_processes is None:
+        raise Section(machine.path, "", dict(machine.raw), machine.places).refuse(
+            "num_processes",
+            "a whole number, 1 or more, which counts the processes of all machines",
+            "add the line, or give --num_processes N",
+        )
+
+
 def device_of_process(environment: Mapping[str, str], visible: int) -> int:
     """Return the index of this process's device among the ``visible`` ones. Refuses two processes on one.
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import DEFAULT_PORT, MachineConfig
 from accel_train.launch_files.section import Section
 
@@ -19,6 +20,10 @@ RESOLUTION_SECONDS = 1800.0
 A pod has no name before it runs, and a node to be added and an image to be pulled take many minutes."""
 PAUSE_SECONDS = 2.0
 """Pause between two look-ups. Resolvers remember for some seconds that a name was unknown."""
+JOIN_SECONDS = 900.0
+"""Longest wait for an answer of machine 0, before torchrun waits as long again and fails."""
+FIRST_LINE_SECONDS = 15.0
+"""Wait before the first line about machine 0. The next one comes after twice as long, and so on."""
 NOT_YET = (socket.EAI_AGAIN, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 """Answers to a name that may be known later: no answer, an unknown name, a name without an address."""
 NAME = re.compile(r"(?!-)[\w-]{1,63}(?<!-)(\.(?!-)[\w-]{1,63}(?<!-))*\.?", re.ASCII)
@@ -39,11 +44,43 @@ def check_rendezvous(machine: MachineConfig, flags: frozenset[str] = frozenset()
     if machine.num_machines > 1:
         addresses = _resolve(section, str(machine.main_process_ip), port)
         if machine.machine_rank == 0:
-            _warn_if_elsewhere(str(machine.main_process_ip), addresses)
+            _refuse_or_warn_if_elsewhere(section, addresses)
     # Without a port on a single machine, accelerate and torchrun look for a free one themselves.
     chosen_by_launcher = machine.num_machines == 1 and not machine.main_process_port
     if machine.machine_rank == 0 and port != 0 and not chosen_by_launcher:
-        _check_port(section, port)
+        _check_port(section, port, several=machine.num_machines > 1)
+
+
+def wait_for_machine_0(machine: MachineConfig) -> None:
+    """Wait on another machine until machine 0 answers, with a line about it now and then.
+
+    torchrun waits in silence, also on machines of which none has been started with rank 0. Gives up after
+    ``JOIN_SECONDS`` without an error, because torchrun then raises its own.
+    """
+    if machine.machine_rank == 0:
+        return
+    host, port = str(machine.main_process_ip), machine.main_process_port or DEFAULT_PORT
+    begun = time.monotonic()
+    following = FIRST_LINE_SECONDS
+    while not _answers(host, port) and time.monotonic() < begun + JOIN_SECONDS:
+        if time.monotonic() > begun + following:
+            following *= 2
+            print(
+                f"machine_rank: {machine.machine_rank} on {socket.gethostname()}: nothing answers at {host}:{port}, "
+                "where machine 0 is expected; start exactly one machine with --machine_rank 0, the one with this "
+                "address, give every other machine a rank of its own, and let them reach this port",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(PAUSE_SECONDS / 4)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def refuse_placeholder(machine: MachineConfig, flags: frozenset[str] = frozenset()) -> None:
@@ -98,15 +135,25 @@ def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[An
         time.sleep(PAUSE_SECONDS)
 
 
-def _warn_if_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
-    """Warn if no address of machine 0 belongs to this machine: a second machine 0 would wait in silence."""
+def _refuse_or_warn_if_elsewhere(section: Section, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+    """Refuse a second machine 0, and warn of one that may be: it would wait in silence.
+
+    It is one if no address of machine 0 belongs to this machine, and another machine answers there.
+    """
     if any(_is_own(family, address) for family, address in addresses):
         return
+    host, here = str(section.values["main_process_ip"]), socket.gethostname()
+    remedy = "give every machine its own --machine_rank, and 0 to the one that has the address"
+    # A service that forwards the address to this machine would find nobody there yet.
+    if any(_answers(*address[:2]) for _, address in addresses):
+        raise UsageError(
+            f"machine_rank: 0 on {here}: must be another number, because machine 0 runs at {host}:{addresses[0][1][1]} "
+            f"already, which is not an address of this machine; {remedy}"
+        )
     # Not an error, because a service of a cluster may forward an address of its own.
     print(
-        f"machine_rank: 0, but main_process_ip {host} is not an address of this machine ({socket.gethostname()}); if "
-        "no service forwards it here, give every machine its own --machine_rank, and 0 to the one that has the "
-        "address",
+        f"machine_rank: 0, but main_process_ip {host} is not an address of this machine ({here}); if no service "
+        f"forwards it here, {remedy}",
         file=sys.stderr,
         flush=True,
     )
@@ -131,7 +178,10 @@ def _may_come(host: str, error: Exception) -> bool:
     return isinstance(error, socket.gaierror) and error.errno in NOT_YET
 
 
-def _check_port(section: Section, port: int) -> None:
+def _check_port(section: Section, port: int, *, several: bool) -> None:
+    remedy = "end the process that uses it, or give another --main_process_port, the same on every machine"
+    if several:
+        remedy += "; if that is machine 0 of this run, give this start another --machine_rank"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # Otherwise a port that was released a moment ago (TIME_WAIT) would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,5 +191,5 @@ def _check_port(section: Section, port: int) -> None:
             raise section.refuse(
                 "main_process_port",
                 f"a free port on the main machine, but {port} cannot be bound ({error.strerror})",
-                "end the process that uses it, or give another --main_process_port, the same on every machine",
+                remedy,
             ) from error

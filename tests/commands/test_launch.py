@@ -428,7 +428,7 @@ def test_a_port_that_is_in_use(given: bool, files: Path, worker: str, capfd: pyt
             if rehearsal and not given:
                 assert launch(request, rehearsal=True) == 0
                 continue
-            with pytest.raises(UsageError, match=rf"main_process_port[: ]+{port}`?: must be a free port .* give another"):
+            with pytest.raises(UsageError, match=r"main_process_port.* must be a free port .* give another"):
                 launch(request, rehearsal=rehearsal)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Finished, Layout, environment, run_recipe
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [
     pytest.mark.distributed,
@@ -111,3 +111,24 @@ def test_a_host_that_fails_alone_is_missed_by_the_other(hosts: tuple[str, str], 
     assert "waiting for 1 of 2 processes to connect to 10.231.77.1:" in outputs[0]
     assert "MissingProcessError: collective_timeout_seconds: 20: timed out waiting for 1 of 2 processes" in outputs[0]
     assert "DistStoreError" not in outputs[0]
+
+
+def test_a_second_machine_0_is_refused_while_the_first_one_waits(hosts: tuple[str, str], tmp_path: Path) -> None:
+    tag = hosts[0].split("-")[1]
+    file = tmp_path / "multi_node.yaml"
+    file.write_text((PRESETS / "multi_node.yaml").read_text().replace("num_processes: 16", "num_processes: 2"))
+    first = start(hosts[0], 0, f"va{tag}", file, tmp_path / "run")
+    try:
+        reach = f"import socket; socket.create_connection(({ADDRESSES[0]!r}, 29500))"
+        probe = ["ip", "netns", "exec", hosts[1], sys.executable, "-c", reach]
+        until(lambda: subprocess.run(probe, capture_output=True).returncode == 0)
+        second = start(hosts[1], 0, f"vb{tag}", file, tmp_path / "run")
+        output = second.communicate(timeout=PATIENCE_SECONDS)[0]
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate(timeout=PATIENCE_SECONDS)
+    assert second.returncode == 2, output
+    assert "error (wrong usage, exit code 2): machine_rank: 0 on " in output
+    assert f"machine 0 runs at {ADDRESSES[0]}:29500 already" in output
+    assert first.returncode == 75

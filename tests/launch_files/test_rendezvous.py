@@ -151,3 +151,23 @@ def test_an_address_given_by_a_flag_is_refused_by_the_name_of_the_flag(
     with pytest.raises(UsageError, match=rf"^{file}:\d+:1: `main_process_ip: '10\.0\.0\.256'`"):
         file.write_text(FILE.format("10.0.0.256"))
         check_rendezvous(*with_flags(read_machine_config(file), request))
+
+
+def test_a_machine_says_what_it_waits_for_until_machine_0_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "PAUSE_SECONDS", 0.0)
+    file = tmp_path / "machine.yaml"
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        file.write_text(FILE.format("127.0.0.1").replace("29500", str(held.getsockname()[1])))
+        machine = read_machine_config(file)
+        monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.2)
+        rendezvous.wait_for_machine_0(machine)  # without an error: torchrun has one
+        lines = capsys.readouterr().err.splitlines()
+        assert lines
+        assert lines[0].startswith(f"machine_rank: 1 on {socket.gethostname()}: nothing answers at 127.0.0.1:")
+        held.listen()
+        monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 600.0)
+        rendezvous.wait_for_machine_0(machine)
