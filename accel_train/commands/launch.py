@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from accel_train.commands.bundled import find_recipe
 from accel_train.config import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE, UsageError, expand_path
 from accel_train.launch_files.machine_config import (
+    DEFAULT_PORT,
     MachineConfig,
     default_machine_config_path,
     read_machine_config,
@@ -131,18 +132,21 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         environment[REHEARSAL_VARIABLE] = "1"
     else:
         _refuse_missing_devices(path, machine, settings)
-    place = None
-    if machine.num_machines > 1:
-        place = f"machine {settings.machine_rank} of {machine.num_machines}"
-        # torchrun waits for the other machines without a word.
-        print(
-            f"{place}: the processes start once every machine has started this command and reaches "
-            f"{settings.main_process_ip}:{settings.main_process_port}",
-            flush=True,
-        )
-        wait_for_machine_0(machine)
+    place = _meet(machine) if machine.num_machines > 1 else None
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
     return [*command, str(recipe), *request.arguments], environment, place
+
+
+def _meet(machine: MachineConfig) -> str:
+    """Wait for machine 0, and return the name of this one. torchrun waits for the others without a word."""
+    place = f"machine {machine.machine_rank} of {machine.num_machines}"
+    print(
+        f"{place}: the processes start once every machine has started this command and reaches "
+        f"{machine.main_process_ip}:{machine.main_process_port or DEFAULT_PORT}",
+        flush=True,
+    )
+    wait_for_machine_0(machine)
+    return place
 
 
 def _refuse_missing_devices(path: Path | None, machine: MachineConfig, settings: Any) -> None:
