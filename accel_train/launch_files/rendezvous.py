@@ -22,6 +22,8 @@ PAUSE_SECONDS = 2.0
 """Pause between two look-ups. Resolvers remember for some seconds that a name was unknown."""
 JOIN_SECONDS = 900.0
 """Longest wait for an answer of machine 0, before torchrun waits as long again and fails."""
+HANG_UP_SECONDS = 1.0
+"""Wait for a connection to be closed that was accepted on behalf of another process."""
 FIRST_LINE_SECONDS = 15.0
 """Wait before the first line about machine 0. The next one comes after twice as long, and so on."""
 NOT_YET = (socket.EAI_AGAIN, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
@@ -76,11 +78,21 @@ def wait_for_machine_0(machine: MachineConfig) -> None:
 
 
 def _answers(host: str, port: int) -> bool:
+    """Return True if a process listens there."""
     try:
-        with socket.create_connection((host, port), timeout=5):
-            return True
+        connection = socket.create_connection((host, port), timeout=5)
     except OSError:
         return False
+    with connection:
+        connection.settimeout(HANG_UP_SECONDS)
+        try:
+            # A process that forwards a port, as Docker's does, accepts first, and hangs up if nobody listens.
+            return connection.recv(1) != b""
+        except TimeoutError:
+            # It waits for the first word, as torch's store does.
+            return True
+        except OSError:
+            return False
 
 
 def refuse_placeholder(machine: MachineConfig, flags: frozenset[str] = frozenset()) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -172,3 +173,20 @@ def test_a_machine_says_what_it_waits_for_until_machine_0_answers(
         held.listen()
         monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 600.0)
         rendezvous.wait_for_machine_0(machine)
+
+
+def test_a_forwarded_port_behind_which_nobody_listens_does_not_answer() -> None:
+    """Docker's proxy accepts a connection first, and hangs up when it finds nobody in the container."""
+
+    def forward(listening: socket.socket) -> None:
+        listening.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        forwarding = Thread(target=forward, args=(listening,))
+        forwarding.start()
+        assert not rendezvous._answers("127.0.0.1", port)
+        forwarding.join()
+        # Nobody accepts or hangs up, as where torch's store is busy.
+        assert rendezvous._answers("127.0.0.1", port)
+    assert not rendezvous._answers("127.0.0.1", port)
