@@ -184,6 +184,26 @@ def other_rank(tensors: dict[str, Tensor]) -> None:
     tensors[f"{layer}.lora_up.weight"] = torch.ones(tensors[f"{layer}.lora_up.weight"].shape[0], 1)
 
 
+def dora(tensors: dict[str, Tensor]) -> None:
+    for key in list(tensors):
+        if key.endswith(".lora_up.weight"):
+            tensors[key.replace(".lora_up.weight", ".dora_scale")] = torch.ones(len(tensors[key]), 1)
+
+
+def of_rank_0(tensors: dict[str, Tensor]) -> None:
+    layer = next(key for key in tensors if key.endswith("lora_down.weight")).removesuffix(".lora_down.weight")
+    tensors[f"{layer}.lora_down.weight"] = torch.ones(0, 8)
+    tensors[f"{layer}.lora_up.weight"] = torch.ones(8, 0)
+
+
+def of_two_alphas(tensors: dict[str, Tensor]) -> None:
+    tensors[next(key for key in tensors if key.endswith(".alpha"))] = torch.ones(2)
+
+
+def of_no_alpha(tensors: dict[str, Tensor]) -> None:
+    tensors[next(key for key in tensors if key.endswith(".alpha"))] = torch.tensor(0.0)
+
+
 def hadamard(tensors: dict[str, Tensor]) -> None:
     tensors["lora_unet_mid_block_attentions_0_proj_in.hada_w1_a"] = torch.ones(2, 2)
 
@@ -202,8 +222,15 @@ def wrong_shape(tensors: dict[str, Tensor]) -> None:
     [
         (
             renamed_layer,
-            r"diffusers read \d+ layers from its \d+, with a squared norm of .*give the --base that it was",
+            r"diffusers left out 32 of its 32 layers or scaled them otherwise .*give the --base that it was trained on",
         ),
+        (
+            dora,
+            r"did not take the magnitudes of DoRA as they are in the file on 32 of its 32 layers .*or merge it",
+        ),
+        (of_rank_0, r"the matrices of lora_unet_\S+ have the shapes \(0, 8\) and \(8, 0\); .*with one rank above 0"),
+        (of_two_alphas, r"alpha of lora_unet_\S+, in the file or .*: a finite number above 0 is required .*2 elements"),
+        (of_no_alpha, r"alpha of lora_unet_\S+, in the file or .*: a finite number above 0 is required .*scale of 0"),
         (other_rank, r"layers of its unet have the ranks \[1, 3\] and the alphas \[6.0\]; one of each is required"),
         (hadamard, r"has lora_unet_.*hada_w1_a, which is no part of LoRA; a LoRA file is required"),
         (half_a_layer, r"has one of the two matrices of .*; a LoRA file is required"),
@@ -227,7 +254,7 @@ def test_a_file_that_cannot_be_trained_as_it_is_is_refused(
 
 def test_a_file_that_diffusers_passes_over_in_silence_is_refused(tmp_path: Path) -> None:
     out = exported(tmp_path, "sd3")
-    with pytest.raises(UsageError, match=r"diffusers read 0 layers from its \d+"):
+    with pytest.raises(UsageError, match=r"diffusers left out 7 of its 7 layers"):
         converted(out, out / adapter_files.KOHYA_FILE, tmp_path / "made")
 
 
@@ -243,3 +270,97 @@ def test_a_damaged_file_and_a_wrong_place_are_refused(sd1: Path, tmp_path: Path)
     with pytest.raises(UsageError, match=r"--stem model: a LoRA file has one collection"):
         arguments = ["checkpoints", "convert", str(file), str(tmp_path / "made"), "--base", "b", "--stem", "model"]
         cli._main(arguments)
+
+
+def lora_of(layers: dict[str, tuple[int, int]], rank: int, *, is_dora: bool = False) -> dict[str, Tensor]:
+    """Adapters in the names of diffusers, by path and (in, out) of their layers."""
+    tensors: dict[str, Tensor] = {}
+    for path, (width, out) in layers.items():
+        tensors |= {f"{path}.lora_A.weight": torch.randn(rank, width), f"{path}.lora_B.weight": torch.randn(out, rank)}
+        if is_dora:
+            end = ".weight" if path.startswith("text_encoder") else ""
+            tensors[f"{path}.lora_magnitude_vector{end}"] = torch.rand(out) + 3
+    return tensors
+
+
+def denoiser_of(base: Path) -> dict[str, tuple[int, int]]:
+    from diffusers import UNet2DConditionModel
+
+    unet: Any = UNet2DConditionModel.from_pretrained(base / "unet")
+    attention = (".to_q", ".to_k", ".to_v", ".to_out.0")
+    linear = {f"unet.{path}": module for path, module in unet.named_modules() if path.endswith(attention)}
+    return {path: (module.in_features, module.out_features) for path, module in linear.items()}
+
+
+def encoder(name: str) -> dict[str, tuple[int, int]]:
+    projections = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return {f"{name}.text_model.encoder.layers.0.self_attn.{end}": (16, 16) for end in projections}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for name in ("sd1", "sdxl"):
+        (folder / name).mkdir()
+        tiny.save(name, folder / name / "base")
+    return folder
+
+
+def test_a_layer_of_a_small_change_is_not_lost(bases: Path, tmp_path: Path) -> None:
+    layers = denoiser_of(bases / "sd1" / "base")
+    tensors = lora_of(layers, 4)
+    lost = next(iter(layers))
+    file = tmp_path / "lora.safetensors"
+    for end in ("lora_A.weight", "lora_B.weight"):
+        tensors[f"{lost.replace('unet.', 'unet.extra_')}.{end}"] = tensors.pop(f"{lost}.{end}") * 1e-4
+    save_file(tensors, file)
+    with pytest.raises(UsageError, match=rf"left out 1 of its 32 layers .*\({lost.replace('unet.', 'unet.extra_')}\)"):
+        converted(bases / "sd1" / "out", file, tmp_path / "made")
+    # The base has one text encoder.
+    weak = {key: 1e-4 * value for key, value in lora_of(encoder("text_encoder_2"), 4).items()}
+    save_file(lora_of(layers, 4) | weak, file)
+    with pytest.raises(UsageError, match=r"left out 4 of its 36 layers .*text_encoder_2"):
+        converted(bases / "sd1" / "out", file, tmp_path / "made")
+
+
+def test_magnitudes_of_dora_in_the_names_of_diffusers_are_kept(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = lora_of(denoiser_of(bases / "sdxl" / "base") | encoder("text_encoder"), 4, is_dora=True)
+    tensors |= lora_of(encoder("text_encoder_2"), 4, is_dora=True)
+    file = tmp_path / "lora.safetensors"
+    save_file(tensors, file)
+    made = converted(bases / "sdxl" / "out", file, tmp_path / "made")
+    assert "--lora.rank 4 --lora.alpha 4 --lora.variant dora --text_encoders.rank 4" in capsys.readouterr().out
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        found = load_file(made / part / "adapter_model.safetensors")
+        magnitudes = {key: value for key, value in tensors.items() if key.startswith(f"{part}.") and "magnitude" in key}
+        assert sum("magnitude" in key for key in found) == len(magnitudes)
+        for key, value in magnitudes.items():
+            path = key.removeprefix(f"{part}.").removesuffix(".weight").removeprefix("text_model.")
+            (name,) = [name for name in found if name.endswith(path)]
+            assert torch.equal(found[name], value)
+    # transformers passes over this name and would take the magnitudes of the base.
+    key = next(key for key in tensors if key.startswith("text_encoder.") and "magnitude" in key)
+    tensors[key.removesuffix(".weight")] = tensors.pop(key)
+    save_file(tensors, file)
+    with pytest.raises(UsageError, match=r"magnitudes of DoRA .* on 1 of its \d+ layers .*for text encoders"):
+        converted(bases / "sdxl" / "out", file, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ("no json", r"the settings of adapters as JSON are required \(it is not JSON"),
+        ("[1]", r"the settings of adapters as JSON are required \(\[1\] is not an object\)"),
+        ('{"unet.lora_alpha": 4, "unet.alpha_pattern": {"*": 3}}', r"alpha of unet\.\S+, .*nothing to repeat"),
+        ('{"unet.lora_alpha": "much"}', r"alpha of unet\.\S+, .* is required \(could not convert string"),
+        ('{"unet.alpha_pattern": [1]}', r"alpha of unet\.\S+, .* is required \('list' object"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_refused(settings: str, fault: str, bases: Path, tmp_path: Path) -> None:
+    file = tmp_path / "lora.safetensors"
+    metadata = {adapter_files.METADATA_KEY: settings}
+    save_file(lora_of(denoiser_of(bases / "sd1" / "base"), 4), file, metadata=metadata)
+    with pytest.raises(UsageError, match=rf"lora\.safetensors: .*{fault}"):
+        converted(bases / "sd1" / "out", file, tmp_path / "made")

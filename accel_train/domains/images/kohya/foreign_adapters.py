@@ -5,21 +5,19 @@ diffusers reads the file, so its names are those that diffusers knows. What it r
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.domains.images.pipelines.adapter_files import METADATA_KEY, write_settings
+from accel_train.domains.images.kohya.lora_file import Change, numbered, read_lora_file
+from accel_train.domains.images.pipelines.adapter_files import write_settings
 from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.family import INDEX, UNUSED, text_encoders
 from accel_train.domains.images.pipelines.loading import DiffusersBase
@@ -30,27 +28,12 @@ from accel_train.store import strict_json
 from accel_train.store.exports.peft_layout import ADAPTER, PREFIX, WEIGHTS_STEM, by_key_of_peft
 from accel_train.wording import shortened
 
-MATRIX = re.compile(r"(?P<layer>.+?)[._]lora(?:_linear_layer)?[._](?P<matrix>A|B|down|up)(?:\.default)?\.weight")
-"""Key of one of the two matrices of a layer's adapter, in any of these programs."""
-FIRST = ("A", "down")
-OF_LAYER = (".alpha", ".dora_scale", ".lora_magnitude_vector", ".lora_magnitude_vector.weight")
-"""Ends of the other keys of an adapter."""
+NUMBERS = "numbers"
+"""Name of adapters in a pipeline that have the number of a layer of the file in place of values."""
 TOLERANCE = 1e-3
 """Relative difference of two squared norms. Programs multiply a scale into matrices that may be in half precision."""
-
-
-class Change(NamedTuple):
-    """What an adapter adds to the weight of its layer: ``scale * up @ down``, in (rank, in) and (out, rank)."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-    def squared_norm(self) -> float:
-        """Return its squared Frobenius norm, computed from products of (rank, rank)."""
-        down = self.down.flatten(1).double()
-        up = self.up.flatten(1).double()
-        return self.scale**2 * float(((up.T @ up) * (down @ down.T)).sum())
+FLOOR = 1e-8
+"""Difference of two squared norms, relative to that of all layers: small values have few digits in half precision."""
 
 
 class Part(NamedTuple):
@@ -71,10 +54,10 @@ def convert_file(file: Path, base: DiffusersBase, directory: Path) -> list[str]:
     ``directory`` itself. No weights of the base are read. Raises ``UsageError`` for a file that is not LoRA, that
     diffusers does not read as a whole with this base, and for ranks, alphas or layers that no option here can train.
     """
-    expected = _read(file)
-    pipeline = _load(file, base)
+    content = read_lora_file(file)
+    pipeline = _load(file, base, numbered(content))
     models = {base.family.denoiser: getattr(pipeline, base.family.denoiser), **text_encoders(pipeline)}
-    _refuse_other_change(file, expected, models)
+    _refuse_other_change(file, content.changes, models)
     parts: dict[str, Part] = {}
     lines: list[str] = []
     for name, model in models.items():
@@ -96,54 +79,11 @@ def convert_file(file: Path, base: DiffusersBase, directory: Path) -> list[str]:
     return [*lines, *_commands(base, parts, directory)]
 
 
-def _read(file: Path) -> dict[str, Change]:
-    """Return the change of each layer of a file, by the layer's name there. Raises ``UsageError`` for another kind."""
-    tensors, settings = _tensors_and_settings(file)
-    pairs: dict[str, dict[bool, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = MATRIX.fullmatch(key)
-        if match is not None:
-            pairs.setdefault(match["layer"], {})[match["matrix"] in FIRST] = tensor
-        elif not key.endswith(OF_LAYER):
-            raise UsageError(f"{file}: has {key}, which is no part of LoRA; a LoRA file is required")
-    halves = [layer for layer, matrices in pairs.items() if len(matrices) < 2]
-    if halves:
-        raise UsageError(f"{file}: has one of the two matrices of {shortened(halves, 3)}; a LoRA file is required")
-    if not pairs:
-        raise UsageError(f"{file}: has no tensors; a LoRA file is required")
-    changes: dict[str, Change] = {}
-    for layer, matrices in pairs.items():
-        alpha = tensors.get(f"{layer}.alpha")
-        rank = matrices[True].shape[0]
-        # A scale in the file comes before that of its settings, as in diffusers.
-        scale = _scale_of_settings(settings, layer, rank)
-        if alpha is not None:
-            scale = float(alpha) / rank
-        changes[layer] = Change(matrices[True], matrices[False], scale)
-    return changes
+def _load(file: Path, base: DiffusersBase, numbers: Mapping[str, Tensor]) -> Any:
+    """Return the pipeline of ``base`` with the adapters of ``file``, and those with ``numbers`` beside them.
 
-
-def _tensors_and_settings(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors: dict[str, Tensor] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file}: cannot be read ({error}); a safetensors file of LoRA is required") from None
-    return tensors, json.loads(metadata.get(METADATA_KEY, "{}"))
-
-
-def _scale_of_settings(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """Return the scale of a layer by the settings that diffusers writes into its file. Without any it is 1."""
-    component, _, path = layer.partition(".")
-    alpha = settings.get(f"{component}.lora_alpha", rank)
-    patterns = settings.get(f"{component}.alpha_pattern") or {}
-    alpha = next((value for name, value in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", path)), alpha)
-    return float(alpha) / (math.sqrt(rank) if settings.get(f"{component}.use_rslora") else rank)
-
-
-def _load(file: Path, base: DiffusersBase) -> Any:
-    """Return the pipeline of ``base`` with the adapters of ``file``. Its own weights are zeros without memory."""
+    Its own weights are zeros without memory.
+    """
     with quiet():
         from diffusers import DiffusionPipeline
     with torch.device("meta"):
@@ -153,9 +93,12 @@ def _load(file: Path, base: DiffusersBase) -> Any:
     index = strict_json.read_object(base.directory / INDEX)
     unread = [name for name in index if name in UNUSED or name.startswith(("vae", "tokenizer"))]
     try:
-        with quiet():
+        with quiet(), warnings.catch_warnings():
+            # Two adapters are meant.
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
             pipeline = DiffusionPipeline.from_pretrained(base.directory, **dict.fromkeys(unread), **parts)
             pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=ADAPTER)
+            pipeline.load_lora_weights(dict(numbers), adapter_name=NUMBERS)
     # diffusers and peft have no common type for names or shapes that do not fit.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -181,19 +124,40 @@ def _zeros_like(tensor: Tensor) -> Tensor:
 
 
 def _refuse_other_change(file: Path, expected: Mapping[str, Change], models: Mapping[str, nn.Module]) -> None:
-    """Raise ``UsageError`` if diffusers did not read the whole file: it warns of unknown names at most.
-
-    Names differ between programs, and a layer there may be three here, but the sum of all squared norms is the same.
-    """
-    found = [change for model in models.values() for change in _changes(model)]
-    theirs = math.fsum(change.squared_norm() for change in expected.values())
-    ours = math.fsum(change.squared_norm() for change in found)
-    if not math.isclose(theirs, ours, rel_tol=TOLERANCE):
+    """Raise ``UsageError`` if diffusers did not read the whole file: it warns of unknown names at most."""
+    is_same = _comparison(expected, models)
+    names = ["a layer that the file does not have", *expected]
+    other = [name for name, (same, _) in zip(names, is_same, strict=True) if not same]
+    if other:
         raise UsageError(
-            f"{file}: diffusers read {len(found)} layers from its {len(expected)}, with a squared norm of {ours:.6g} "
-            f"instead of {theirs:.6g}, so it left some out or scaled them otherwise; give the --base that it was "
-            "trained on, or the same adapters in the file format of diffusers"
+            f"{file}: diffusers left out {len(other)} of its {len(expected)} layers or scaled them otherwise "
+            f"({shortened(other, 3)}); give the --base that it was trained on, or the same adapters in the file format "
+            "of diffusers"
         )
+    other = [name for name, (_, same) in zip(names, is_same, strict=True) if not same]
+    if other:
+        raise UsageError(
+            f"{file}: diffusers did not take the magnitudes of DoRA as they are in the file on {len(other)} of its "
+            f"{len(expected)} layers ({shortened(other, 3)}), so it would be another change; keys that end in "
+            "lora_magnitude_vector, for text encoders in lora_magnitude_vector.weight, are required on all layers of a "
+            "component. Convert it with the program that wrote it, or merge it into its base there and train on that"
+        )
+
+
+def _comparison(expected: Mapping[str, Change], models: Mapping[str, nn.Module]) -> list[tuple[bool, bool]]:
+    """Return for no layer and for each layer whether its matrices and its magnitudes are the same in the models.
+
+    A layer of a file may be several there. The sums of their ``sizes`` are those of the layer.
+    """
+    theirs = torch.stack([torch.zeros(3).double(), *(change.sizes() for change in expected.values())])
+    ours = torch.zeros_like(theirs)
+    for model in models.values():
+        for number, change in _changes(model):
+            ours[number] += change.sizes()
+    is_close = (ours - theirs).abs() <= TOLERANCE * theirs + FLOOR * theirs.sum(0)
+    # However small, a layer is either in both or in none.
+    is_same = is_close & ((ours == 0) == (theirs == 0))
+    return list(zip(is_same[:, 0].tolist(), is_same[:, 1:].all(1).tolist(), strict=True))
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -204,12 +168,16 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in layers.items() if ADAPTER in layer.lora_A}
 
 
-def _changes(model: nn.Module) -> list[Change]:
-    found: list[Change] = []
+def _changes(model: nn.Module) -> Generator[tuple[int, Change]]:
+    """Yield the change of each layer, with the number of the layer of the file that it comes from."""
     for layer in _adapted_layers(model).values():
-        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        found.append(Change(down.detach(), up.detach(), layer.scaling[ADAPTER]))
-    return found
+        magnitudes = torch.empty(0)
+        if ADAPTER in layer.lora_magnitude_vector:
+            magnitudes = layer.lora_magnitude_vector[ADAPTER].weight.detach()
+        down, up = (part[ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
+        one, number = (part[NUMBERS].weight.detach().flatten()[0] for part in (layer.lora_A, layer.lora_B))
+        number = round(float(one * number) * layer.scaling[NUMBERS])
+        yield number, Change(down, up, layer.scaling[ADAPTER], magnitudes)
 
 
 def _idle_layers(base: DiffusersBase, name: str, model: nn.Module) -> Callable[[str], bool]:
