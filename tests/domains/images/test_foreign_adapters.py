@@ -349,6 +349,35 @@ def test_magnitudes_of_dora_in_the_names_of_diffusers_are_kept(
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ({"rank": 2}, {"rank": 3}, "they differ in rank or alpha, and --text_encoders.rank"),
+        ({"rank": 2, "is_dora": True}, {"rank": 2, "is_dora": True}, "some of the adapters are DoRA and some are not"),
+        ({"rank": 2}, None, "they are on other layers in one than in the other"),
+    ],
+)
+def test_options_that_no_run_has_are_not_printed(
+    first: dict[str, Any],
+    second: dict[str, Any] | None,
+    reason: str,
+    bases: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tensors = lora_of(denoiser_of(bases / "sdxl" / "base"), 4) | lora_of(encoder("text_encoder"), **first)
+    if second is not None:
+        tensors |= lora_of(encoder("text_encoder_2"), **second)
+    file = tmp_path / "lora.safetensors"
+    save_file(tensors, file)
+    made = converted(bases / "sdxl" / "out", file, tmp_path / "made")
+    printed = capsys.readouterr().out
+    assert "no run starts from those of text_encoder" in printed
+    assert reason in printed
+    assert f"start a run from those of the unet alone with --init_from {made / 'unet'} --lora.rank 4" in printed
+    assert "--text_encoders.rank 2" not in printed
+
+
+@pytest.mark.parametrize(
     ("settings", "fault"),
     [
         ("no json", r"the settings of adapters as JSON are required \(it is not JSON"),

@@ -243,7 +243,8 @@ def _write(directory: Path, parts: Mapping[str, Part]) -> None:
             folder.mkdir()
         save_file(dict(part.tensors), folder / f"{WEIGHTS_STEM}.safetensors", metadata={"format": "pt"})
         write_settings(folder, _settings(part, list(part.layers)))
-    if len(parts) == 1:
+    # One file of settings has one use_dora.
+    if len(parts) == 1 or len({part.is_dora for part in parts.values()}) > 1:
         return
     # As in an export: the settings of the whole model, in which text encoders have a rank and an alpha of their own.
     denoiser, *texts = parts
@@ -272,12 +273,25 @@ def _commands(base: DiffusersBase, parts: Mapping[str, Part], directory: Path) -
     layers = trained_text.layers_of(trained_text.with_encoders(base))
     paths = {part: [f"{part}.{path}" for path in parts[part].layers] for part in parts}
     options = _options("lora", parts[name], paths[name], layers["lora"])
+    alone = f"from those of the {name} alone with --init_from {shlex.quote(str(directory / name))} {options}"
     of_text = [path for part in texts for path in paths[part]]
+    reason = _why_no_run_has(parts, lora.names_of_layers(of_text, layers[trained_text.PART]))
+    if reason:
+        return [f"no run starts from those of {' and '.join(texts)}: {reason}", f"start a run {alone}"]
     options_of_text = _options(trained_text.PART, parts[texts[0]], of_text, layers[trained_text.PART])
-    return [
-        f"start a run from all of them with --init_from {place} {options} {options_of_text}",
-        f"or from those of the {name} alone with --init_from {shlex.quote(str(directory / name))} {options}",
-    ]
+    return [f"start a run from all of them with --init_from {place} {options} {options_of_text}", f"or {alone}"]
+
+
+def _why_no_run_has(parts: Mapping[str, Part], targets: Sequence[str]) -> str:
+    """Return why no options give a run these adapters of text encoders, which have ``targets``. Empty if some do."""
+    _, *texts = parts.values()
+    if len({(part.rank, part.alpha) for part in texts}) > 1:
+        return "they differ in rank or alpha, and --text_encoders.rank and --text_encoders.alpha set one for all"
+    if len({part.is_dora for part in parts.values()}) > 1:
+        return "some of the adapters are DoRA and some are not, and --lora.variant sets one for all"
+    if not targets:
+        return "they are on other layers in one than in the other, and --text_encoders.targets sets one choice for all"
+    return ""
 
 
 def _options(group: str, part: Part, paths: Collection[str], layers: lora.Layers) -> str:
