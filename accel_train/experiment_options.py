@@ -182,8 +182,8 @@ class ExperimentConfig:
     overwrite: bool = False
     """Delete checkpoints, metrics and the report in output_dir and start again from step 0. Logs and trackers stay."""
     init_from: str | None = None
-    """Weights to start from, at step 0: a run, a checkpoint (also RUN@STEP, RUN@best), a directory with
-    model.safetensors, or an adapter export."""
+    """Weights to start from, at step 0: a run, a checkpoint (also RUN@STEP, RUN@best, hub:org/name@step), a directory
+    with model.safetensors, or an adapter export."""
     evaluate_only: bool = False
     """Evaluate the newest checkpoint in output_dir without training. With --resume never: the initial weights."""
     collective_timeout_seconds: TimeoutSeconds = 1800

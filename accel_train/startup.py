@@ -103,6 +103,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     on_host = threads.updates_on_host(accelerator, config.optimizer.name)
     details(logger, threads.resolve_threads(accelerator.device.type, updates_on_host=on_host))
     resolve_loader(config.loader, accelerator.device)
+    _download_weights(config, accelerator)
     return accelerator
 
 
@@ -130,6 +131,14 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
             logs.__exit__(kind, error, traceback)
 
     current_run.push(end_logging)
+
+
+def _download_weights(config: ExperimentConfig, accelerator: Accelerator) -> None:
+    """Download the weights of ``init_from`` from the Hub before the data are prepared, which may need files of them."""
+    # Imported here, because a start without such weights does not need it yet.
+    from accel_train.checkpoints import fetch
+
+    fetch.download_weights(accelerator, config.run_options())
 
 
 def _is_wrong_usage(kind: type[BaseException] | None) -> bool:

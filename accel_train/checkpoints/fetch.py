@@ -1,4 +1,4 @@
-"""Copy a checkpoint into a run directory, from a path or from the Hub."""
+"""Copy a checkpoint into a run directory, from a path or from the Hub, and find the weights of ``init_from``."""
 
 from __future__ import annotations
 
@@ -9,22 +9,42 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
 
 from accel_train.checkpoints import refused
-from accel_train.config import UsageError
+from accel_train.checkpoints.policy import RunOptions
+from accel_train.config import UsageError, expand_path
 from accel_train.pipeline import ADAPTER_DESCRIPTION
+from accel_train.runtime.exiting import current_run
 from accel_train.store import atomic_files, commit, names, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.exports import peft_layout
 from accel_train.store.exports.verification import EXPORTED_OPTIONS, verify_export
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.strict_json import UnreadableError
+from accel_train.store.run_file import has_trained, recall
+from accel_train.store.strict_json import Json, UnreadableError
 
 logger = logging.getLogger(__name__)
 
 HUB = "hub:"
+
+
+class _DownloadedWeights(NamedTuple):
+    """Weights of ``init_from`` on the Hub, as this start reads them."""
+
+    output_dir: str
+    """Of the run that they were downloaded for."""
+    place: str
+    """``hub:org/name@COMMIT``."""
+    directory: Path
+    """The download on this host."""
+
+
+_downloaded: dict[str, _DownloadedWeights] = {}
+"""The download of this process by the value of ``init_from``, until its run ends."""
 
 
 class CheckpointsUnusableError(RuntimeError):
@@ -41,19 +61,16 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     with _explain_errors(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
-            from accel_train.hub.download import command_for, download
+            from accel_train.hub.download import download
 
-            # One without optimizer state can still be the start of a new run.
-            weights = f"FOLDER, after {command_for(place)},"
             found = commit.open_verified(download(place.removeprefix(HUB), directory))  # verified by `download`
         else:
-            weights = place
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):
         commit.remove(found.path)
         raise UsageError(
             f"resume: {place} contains weights without optimizer state, so a run cannot continue from it; --init_from "
-            f"{weights} starts a new run with these weights"
+            f"{place} starts a new run with these weights"
         )
     return found
 
@@ -96,23 +113,102 @@ def _explain_errors(place: str) -> Generator[None]:
         raise CheckpointsUnusableError(f"resume: {place} could not be fetched: {error}") from error
 
 
+def download_weights(accelerator: Accelerator, options: RunOptions) -> None:
+    """Download ``init_from`` from the Hub into the cache of each host, if this start reads it. Collective.
+
+    The main process decides on the commit for all. A run that trained but saved nothing keeps the one that it began
+    with, whatever has been pushed since. An error of one process is raised on all: those of ``download``. A second call
+    for the same run does nothing.
+    """
+    init_from = options.init_from
+    if init_from is None or not init_from.startswith(HUB):
+        return
+    known = _downloaded.get(init_from)
+    if known is not None and known.output_dir == options.output_dir:
+        return
+    # Imported here, because most runs need neither these nor the Hub.
+    from accel_train.hub.download import download_once
+    from accel_train.runtime.main_alone import failing_together, gather_on_hosts, on_main
+
+    found = on_main(accelerator, lambda: _download_at_commit(options))
+    if found is None:
+        _downloaded.pop(init_from, None)
+        return
+    with failing_together(accelerator):
+        if accelerator.is_local_main_process and not accelerator.is_main_process:
+            found = found._replace(directory=download_once(found.place))
+    if accelerator.num_processes > 1:
+        # Launchers number the processes of a host in a row.
+        found = gather_on_hosts(found)[accelerator.process_index - accelerator.local_process_index]
+    _downloaded[init_from] = found
+    current_run.push(lambda *_: _downloaded.clear())
+
+
+def _download_at_commit(options: RunOptions) -> _DownloadedWeights | None:
+    """Download ``init_from`` at the commit that the run began with, else at the present one. Main process.
+
+    Returns None if this start reads other weights.
+    """
+    from accel_train.checkpoints.run import weights_to_read
+    from accel_train.hub.download import download_pinned
+
+    place = weights_to_read(options)
+    if place is None:
+        return None
+    directory = expand_path(options.output_dir)
+    if not options.overwrite and has_trained(directory):
+        saved, _ = recall(directory)
+        if saved is not None and saved["experiment"].get("init_from") == place:
+            place = saved.get(names.INIT_FROM, place)
+    pinned, path = download_pinned(place)
+    return _DownloadedWeights(options.output_dir, HUB + pinned, path)
+
+
+def with_commit(saved: Mapping[str, Any], init_from: str | None) -> Json:
+    """Return ``saved`` for ``run.json`` with the commit of ``init_from``, if this start downloaded it from the Hub."""
+    # The key of an earlier start goes: `--allow init_from` may have brought other weights.
+    kept = {key: value for key, value in saved.items() if key != names.INIT_FROM}
+    if init_from in _downloaded:
+        kept[names.INIT_FROM] = _downloaded[init_from].place
+    return kept
+
+
+def place_of_weights(init_from: str) -> Path:
+    """Return the path given by ``init_from``, for one on the Hub that of the download on this host.
+
+    This process downloads what ``download_weights`` has not. Raises ``UsageError`` as ``place_of`` and ``download`` do.
+    """
+    if not init_from.startswith(HUB):
+        return refused.place_of(init_from, "init_from")
+    found = _downloaded.get(init_from)
+    if found is not None:
+        return found.directory
+    from accel_train.hub.download import download_once
+
+    return download_once(init_from)
+
+
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """Find the weights of ``init_from``, with notices about them, before a model is built.
 
     ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint or
-    ``RUN@STEP`` or ``RUN@best``, another program's directory with weights, or an export of adapters or a folder of
-    peft. Raises ``UsageError`` for anything else, and for damaged checkpoints and exports.
+    ``RUN@STEP`` or ``RUN@best``, a pushed one as ``hub:org/name``, another program's directory with weights, or an
+    export of adapters or a folder of peft. Raises ``UsageError`` for anything else, and for damaged checkpoints and
+    exports.
     """
     if init_from is None:
         return None, []
-    source, reasons = _verified(refused.place_of(init_from, "init_from"))
+    source, reasons = _verified(place_of_weights(init_from))
+    named = str(source)
+    if init_from in _downloaded:
+        named = f"{_downloaded[init_from].place} in {source}"
     has_model = any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     if not has_model and peft_layout.folders(source):
         # A checkpoint was verified above, an export was not.
         verify_export(source, (ADAPTER_DESCRIPTION,))
-        return source, [f"adapters of {source}{_ema_remark(source)}"]
+        return source, [f"adapters of {named}{_ema_remark(source)}"]
     if has_model:
-        return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
+        return source, [f"weights of {named}", *(f"refused: {reason}" for reason in reasons)]
     problem = "is a file" if source.exists() else "does not exist"
     if source.is_dir():
         problem = f"holds {_listing(source)}"
@@ -206,6 +302,13 @@ def as_seen_here(checkpoint: Checkpoint | None, directory: Path) -> Checkpoint |
     if checkpoint is None:
         return None
     return replace(checkpoint, path=directory / "checkpoints" / checkpoint.path.name)
+
+
+def weights_seen_here(weights: Path | None, init_from: str | None) -> Path | None:
+    """Return the path of the initial weights on this host, whose cache of downloads may be at another place."""
+    if weights is None or init_from not in _downloaded:
+        return weights
+    return _downloaded[init_from].directory
 
 
 def _listing(directory: Path) -> str:

@@ -61,9 +61,11 @@ def open_run(
     # Stays empty on other processes: a lock cannot be sent to them.
     held: list[locks.Lock] = []
 
+    fetch.download_weights(accelerator, options)
     with _released_on_error(held):
         opened = on_main(accelerator, lambda: _open(options, directory, data_fingerprint, derived, held))
         opened["checkpoint"] = fetch.as_seen_here(opened["checkpoint"], directory)
+        opened["initial_weights"] = fetch.weights_seen_here(opened["initial_weights"], options.init_from)
         _check_shared(directory, opened["checkpoint"], accelerator)
     lock = None
     if held:
@@ -84,15 +86,10 @@ def _released_on_error(held: list[locks.Lock]) -> Generator[None]:
 
 def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[locks.Lock]) -> Json:
     """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
-    saved = refused.find_saved(directory)
+    refused.find_saved(directory)
     if options.hub is not None and not options.evaluate_only:
         check_repository(options.hub)
-    # A resumed run has weights of its own.
-    init_from = None
-    resumes = options.resume not in POLICIES or saved
-    if options.overwrite or not resumes:
-        init_from = options.init_from
-    weights, notes = fetch.find_weights(init_from)
+    weights, notes = fetch.find_weights(run.weights_to_read(options))
     # Checked before `_prepare_directory`, which would delete them.
     inside = weights is not None and weights.resolve().is_relative_to(directory.resolve())
     if options.overwrite and inside:
@@ -104,6 +101,9 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
         opened = _resume(options, directory, experiment)
     else:
         opened = _start(options, directory, experiment, resolved)
+    if opened["checkpoint"] is None:
+        # Written with the first step, which binds the directory.
+        opened["saved"] = fetch.with_commit(opened["saved"], options.init_from)
     rollbacks = rollback.recorded(directory)
     decision = "; ".join([opened["decision"], *notes])
     return opened | {"initial_weights": weights, "decision": decision, "rollbacks": rollbacks}

@@ -192,16 +192,8 @@ def place_of(text: str, option: str) -> Path:
     """Return the path given by ``option``. ``RUN@STEP`` and ``RUN@best`` give the path of a checkpoint of that run.
 
     If the run does not exist, its own path is returned, and the caller refuses it like any other missing path. Raises
-    ``UsageError`` if the run has no such checkpoint, and for ``init_from`` on the Hub: every process reads its files,
-    and only a checkpoint to resume is downloaded into ``output_dir``, which all hosts see.
+    ``UsageError`` if the run has no such checkpoint.
     """
-    if option == "init_from" and text.startswith("hub:"):
-        from accel_train.hub.download import command_for
-
-        raise UsageError(
-            f"init_from: {text}: a folder that all processes see is required; download it first "
-            f"({command_for(text)}) and give --init_from FOLDER"
-        )
     path = expand_path(text)
     chosen = choice_of(path)
     if chosen is None:

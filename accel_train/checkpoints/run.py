@@ -253,17 +253,25 @@ def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
         return WeightsAssets(folder, resumes=True)
     if options.resume.startswith(HUB) and is_covered(DATA_FINGERPRINT, options.allow):
         raise _not_downloaded_yet(f"--allow {DATA_FINGERPRINT}", options.resume)
-    # A resume has weights of its own.
-    if options.init_from is None or earlier_checkpoints(options) or options.resume not in POLICIES:
+    init_from = weights_to_read(options)
+    if init_from is None:
         return None
-    from accel_train.checkpoints.refused import find_saved, place_of
+    from accel_train.checkpoints.fetch import place_of_weights
+    from accel_train.checkpoints.refused import find_saved
 
-    place = place_of(options.init_from, "init_from")
+    place = place_of_weights(init_from)
     beside = [path for _, path in committed(place)]
     folder = _newest_assets([place, *(beside or find_saved(place, "init_from"))])
     if folder is None:
         return None
     return WeightsAssets(folder, resumes=False)
+
+
+def weights_to_read(options: RunOptions) -> str | None:
+    """Return ``init_from``, or None for a resume, which has weights of its own."""
+    if options.resume not in POLICIES or earlier_checkpoints(options):
+        return None
+    return options.init_from
 
 
 def _newest_assets(places: Sequence[Path]) -> Path | None:

@@ -22,6 +22,7 @@ from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import atomic_files, commit, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.pretrained_base import COMMIT
 from accel_train.store.strict_json import Json
 
 T = TypeVar("T")
@@ -69,17 +70,21 @@ def download_once(spec: str, cache: Path | None = None) -> Path:
     Without ``cache`` it is the default one. A checkpoint that is already there may be read-only. If the Hub is out of
     reach, returns the checkpoint that the same ``spec`` gave last, with a warning.
     """
-    return _download_pinned(spec, cache)[1]
+    return download_pinned(spec, cache)[1]
 
 
 def at_commit(spec: str, cache: Path | None = None) -> str:
     """Download a pushed checkpoint like ``download_once``, and return ``spec`` with its commit in place of a branch."""
-    return _download_pinned(spec, cache)[0]
+    return download_pinned(spec, cache)[0]
 
 
-def _download_pinned(spec: str, cache: Path | None) -> tuple[str, Path]:
+def download_pinned(spec: str, cache: Path | None = None) -> tuple[str, Path]:
+    """Return what ``at_commit`` and ``download_once`` return, of one commit. One process. Raises like ``download``."""
     cache = cache or expand_path(default_cache())
     noted = _downloaded_before(spec, cache)
+    # A commit cannot change, so the Hub is not asked.
+    if noted is not None and COMMIT.fullmatch(_parse(spec)[1] or "") and _present(noted[1]) is not None:
+        return noted
     try:
         pinned, pushed = _manifest_at_commit(spec, has_copy=noted is not None)
     except DownloadError as error:
@@ -97,12 +102,16 @@ def _download_pinned(spec: str, cache: Path | None) -> tuple[str, Path]:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         path = download(pinned, folder)
-    record = {"spec": spec, "pinned": pinned, "checkpoint": f"{contents}/{path.name}"}
+    _note_download(spec, pinned, path, cache)
+    return pinned, path
+
+
+def _note_download(spec: str, pinned: str, path: Path, cache: Path) -> None:
+    record = {"spec": spec, "pinned": pinned, "checkpoint": f"{path.parent.name}/{path.name}"}
     # Without the notes the next call needs the Hub again, which is no reason to fail.
     with suppress(OSError):
         for name in (spec, pinned):
             atomic_files.replace_json(_note_file(name, cache), record)
-    return pinned, path
 
 
 def _present(path: Path) -> Path | None:
@@ -162,11 +171,6 @@ def pushed_steps(spec: str) -> list[int]:
         refs = _call_hub(lambda: hub_api().list_repo_refs(repo), repo)
     matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
     return sorted({int(match[1]) for match in matches if match and not match["more"]})
-
-
-def command_for(spec: str) -> str:
-    """Return the command that downloads ``spec`` into FOLDER by hand. Raises ``UsageError`` for an invalid spec."""
-    return _command(*_parse(spec))
 
 
 def _command(repo: str, revision: str | None) -> str:

@@ -20,7 +20,7 @@ from accel_train.options.allowed import is_covered, refuse_unknown_allowed
 from accel_train.store import atomic_files, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
-from accel_train.store.names import CONFIG_FILE, DATA_CHANGED, DATA_FINGERPRINT, RUN_FILE
+from accel_train.store.names import CONFIG_FILE, DATA_CHANGED, DATA_FINGERPRINT, INIT_FROM, RUN_FILE
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened, shown
 
@@ -254,14 +254,9 @@ def load(directory: Path) -> Json:
 
 
 _KINDS = {
-    "run_id": str,
-    "loads_with": str,
-    "origin": str,
-    "parent": dict,
+    **dict.fromkeys(("run_id", "loads_with", "origin", INIT_FROM), str),
+    **dict.fromkeys(("parent", "experiment", "resolved", "hub"), dict),
     "trained": bool,
-    "experiment": dict,
-    "resolved": dict,
-    "hub": dict,
 }
 _NEEDED = ("run_id", "experiment", "resolved")
 

@@ -125,6 +125,9 @@ def test_files_for_other_programs_stay_beside_the_checkpoint(server: HubServer, 
     found, notices = find_weights(str(downloaded))
     assert found == downloaded
     assert "adapters" not in notices[0]
+    fetched, _ = find_weights(f"hub:{REPO}")
+    assert fetched is not None
+    assert {info.file.name for info in read_adapter(fetched).values()} == {"ema.safetensors"}
     assert cli._main(["export", str(downloaded), str(tmp_path / "exported")]) == 0
     exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
     (tmp_path / "pushed.safetensors").write_bytes(pushed["adapter_model.safetensors"])

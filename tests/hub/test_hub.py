@@ -1004,20 +1004,21 @@ def test_a_revision_that_is_not_there_lists_those_that_are(server: HubServer, ru
     assert list((tmp_path / "there").iterdir()) == []
 
 
-def test_weights_on_the_hub_start_a_run_from_the_folder_that_the_messages_name(
-    server: HubServer, run: Path, tmp_path: Path
+def test_weights_on_the_hub_start_a_run_as_the_message_says(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import snapshot_download
 
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
     push(make_checkpoint(run, 1200))
-    step = r"hf download org/model --revision step-00001200 --local-dir FOLDER"
-    refusal = f"without optimizer state, .*--init_from FOLDER, after {step}, starts a new run"
-    with pytest.raises(UsageError, match=refusal):
+    with pytest.raises(UsageError, match=r"without optimizer state, .*--init_from hub:org/model@1200 starts a new run"):
         fetch.fetch("hub:org/model@1200", tmp_path / "there")
-    with pytest.raises(UsageError, match=f"^init_from: hub:org/model@1200: .*{step}.* give --init_from FOLDER"):
-        fetch.find_weights("hub:org/model@1200")
+    downloaded, _ = fetch.find_weights("hub:org/model@1200")
     folder = snapshot_download("org/model", revision="step-00001200", local_dir=tmp_path / "folder")
-    assert fetch.find_weights(folder)[0] == tmp_path / "folder"
+    found, _ = fetch.find_weights(folder)
+    for place in (downloaded, found):
+        assert place is not None
+        assert commit.verify(place).step == 1200
 
 
 def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: Path, tmp_path: Path) -> None:
