@@ -21,6 +21,8 @@ from accel_train.store.strict_json import Json
 
 TEXT_LINES = 60
 """Longest excerpt of a text of the report in the card. The file itself is pushed whole."""
+FOLDERS = re.compile(r"(?<!\S)~?/\S*/(?=[^/\s])")
+"""The folders of an absolute path within a sentence."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _front_matter(metrics: Mapping[str, float], facts: CardFacts, about: Mapping
         EvalResult(
             task_type=_text(about, "pipeline_tag") or "other",
             dataset_type="held-out",
-            dataset_name=_text(about, "measured_on") or "held-out data of the run",
+            dataset_name=FOLDERS.sub("", _text(about, "measured_on") or "held-out data of the run"),
             metric_type=name,
             metric_value=value,
         )
@@ -282,7 +284,7 @@ def _with_program(program: Mapping[str, Any], facts: CardFacts, ema: Sequence[st
 
 
 def _command(command: str | None) -> str:
-    """Return the training command, without the folders around the recipe on the machine of the training."""
+    """Return the training command, without folders of the machine of the training."""
     try:
         script, *rest = shlex.split(command or "")
     except ValueError:
@@ -291,7 +293,21 @@ def _command(command: str | None) -> str:
     if path.is_absolute():
         path = PurePosixPath(path.parent.name, path.name)
     words = ["python", str(path)] if path.suffix == ".py" else [path.name]
-    return f"```bash\n{shlex.join([*words, *rest])}\n```"
+    for word in rest:
+        flag, separator, value = word.rpartition("=")
+        words.append(flag + separator + _without_folders(value))
+    return f"```bash\n{shlex.join(words)}\n```"
+
+
+def _without_folders(value: Any) -> Any:
+    """Return an option's value with the last part of each absolute path: the rest says nothing on another machine."""
+    if isinstance(value, (list, tuple)):
+        return [_without_folders(each) for each in cast("list[Any]", value)]
+    if isinstance(value, Mapping):
+        return {key: _without_folders(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if not isinstance(value, str) or not value.startswith(("/", "~/")):
+        return value
+    return PurePosixPath(value).name or value
 
 
 def _weights(files: Mapping[str, Any], stem: str) -> list[str]:
@@ -312,7 +328,7 @@ def _options(checkpoint: Checkpoint) -> str:
     options: Any = checkpoint.manifest.get("experiment")
     if not isinstance(options, Mapping) or not options:
         return ""
-    rows = {f"`{key}`": f"`{value}`" for key, value in options.items()}
+    rows = {f"`{key}`": f"`{_without_folders(value)}`" for key, value in options.items()}
     table = _table(("Option", "Value"), rows)
     return f"<details>\n<summary>All options of the run</summary>\n\n{table}\n\n</details>"
 

@@ -1330,6 +1330,10 @@ def test_the_card_of_an_earlier_step_shows_its_own_samples(
     [
         ("/home/x/recipes/causal_lm.py demo --seed 7", "python recipes/causal_lm.py demo --seed 7"),
         ("'/home/x y/recipes/lora.py' --data.path 'a b'", "python recipes/lora.py --data.path 'a b'"),
+        (
+            "lora.py --data.path '/home/x y/a b' --init_from=~/r@best",
+            "python lora.py --data.path 'a b' --init_from=r@best",
+        ),
         ("mine.py", "python mine.py"),
         ("/venv/bin/train --seed 7", "train --seed 7"),
     ],
@@ -1339,6 +1343,28 @@ def test_the_command_names_no_folder_of_the_machine(tmp_path: Path, recorded: st
     card = build_card(checkpoint, {}, CardFacts(REPO, "main", command=recorded))
     assert f"```bash\n{shown}\n```" in card
     assert "| Epoch | 0.01898 |" in card
+
+
+def test_options_and_metrics_of_the_card_name_no_folder_of_the_machine(tmp_path: Path) -> None:
+    options = {"data.path": "/home/x y/rows.jsonl", "data.more": ["~/a/b.txt", "org/name"], "log.log_every": 5}
+    options |= {
+        "data.mix": [{"path": "/srv/c.txt", "weight": 0.5}],
+        "init_from": "hub:org/name@1",
+        "base.source": "runs/a",
+    }
+    checkpoint = Checkpoint(tmp_path, 7, {"experiment": options, "metrics": {"loss": 1.0}})
+    described = {"card": {"measured_on": "held-out texts of /home/x/rows.jsonl, org/name, ./here/a.txt"}}
+    card = build_card(checkpoint, {}, CardFacts(REPO, "main"), described)
+    for option, shown in {
+        "data.path": "rows.jsonl",
+        "data.more": "['b.txt', 'org/name']",
+        "log.log_every": "5",
+        "data.mix": "[{'path': 'c.txt', 'weight': 0.5}]",
+        "init_from": "hub:org/name@1",
+        "base.source": "runs/a",
+    }.items():
+        assert f"| `{option}` | `{shown}` |" in card
+    assert "name: held-out texts of rows.jsonl, org/name, ./here/a.txt\n" in card
 
 
 @pytest.mark.parametrize("command", ["", "'"])
