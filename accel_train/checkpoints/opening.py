@@ -20,7 +20,7 @@ from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.policy import POLICIES, RunOptions
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, disk_error, expand_path
-from accel_train.hub.access import check_repository
+from accel_train.hub.client import check_repository
 from accel_train.runtime.main_alone import on_main
 from accel_train.store import atomic_files, commit, manifest, names, strict_json
 from accel_train.store import lock as locks

@@ -1,17 +1,22 @@
-"""Client of huggingface_hub, with a time limit on a silent Hub."""
+"""Client of huggingface_hub, with a time limit on a silent Hub, and the check before training that it may push."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
+from accel_train.config import UsageError
+from accel_train.hub.options import HubConfig
+from accel_train.hub.retry import GaveUpError, retried
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+logger = logging.getLogger(__name__)
 
 SILENCE_VARIABLE = "ACCEL_TRAIN_HUB_TIMEOUT_SECONDS"
 SILENCE_SECONDS = 300.0
@@ -55,3 +60,50 @@ def limited_silence(longest_seconds: float) -> Generator[None, None, None]:
 
 def _silence_seconds() -> float:
     return float(os.environ.get(SILENCE_VARIABLE, SILENCE_SECONDS))
+
+
+def check_repository(config: HubConfig) -> None:
+    """Create the repository if it does not exist and check write access. Main process, before training.
+
+    Makes three requests of at most 30 s each. Raises ``UsageError`` for a missing token, a token without write
+    permission, or an unreachable Hub, while no training time is lost. The answers 429 and 5xx only log a warning,
+    because such trouble is temporary.
+    """
+    if config.repo_id is None:
+        return
+    repo_id = config.repo_id
+    try:
+        retried(lambda: _try_repository(repo_id, config.private), attempts=3, longest_wait=10.0)
+        return
+    except GaveUpError as error:
+        problem = error.problem
+    option = f"hub.repo_id: {config.repo_id}"
+    if problem.status is None:
+        raise UsageError(
+            f"{option}: the Hub at {hub_api().endpoint} cannot be reached ({problem.reason}); give this machine "
+            "access to it (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed), or leave "
+            "hub.repo_id out and push by hand later: accel-train checkpoints push RUN"
+        )
+    # The Hub has answered, and the answer will be the same in an hour.
+    if not problem.retry:
+        raise UsageError(
+            f"{option}: the Hub refuses the request (status {problem.status}: {problem.reason}); give a token that "
+            "may create and write this repository in HF_TOKEN, or another hub.repo_id"
+        )
+    logger.warning("%s: the Hub has problems (%s); checkpoints wait in the queue", option, problem.reason)
+
+
+def _try_repository(repo_id: str, private: bool) -> None:
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise UsageError(
+            f"hub.repo_id: {repo_id} needs a token, but none was found; set HF_TOKEN or run `hf auth login`, or leave "
+            "hub.repo_id out to push nothing"
+        )
+    with limited_silence(30.0):
+        api = hub_api()
+        api.whoami()
+        # Created first: the permissions of a repository that does not exist cannot be queried.
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.auth_check(repo_id, write=True)

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_train.config import UsageError
-from accel_train.hub.access import check_repository
-from accel_train.hub.client import limit_silence
+from accel_train.hub.client import check_repository, limit_silence
 from accel_train.hub.errors import HubError, NotPushableError, Problem, StateMissingError
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import new_entry

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
+from accel_train.hub import other_programs
 from accel_train.hub.client import hub_api
 from accel_train.hub.errors import HubError, NotPushableError, StateMissingError
 from accel_train.hub.model_card import CardFacts, build_card
@@ -24,7 +25,6 @@ from accel_train.metrics.progress import Labels
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.store import atomic_files, commit, run_file, strict_json
 from accel_train.store import manifest as manifests
-from accel_train.store.exports import other_programs
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT
 from accel_train.store.retention import STATE_FILES

@@ -18,7 +18,7 @@ import pytest
 
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.hub.access import check_repository
+from accel_train.hub.client import check_repository
 from accel_train.hub.download import download
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import HubStatus, Pusher, push_the_rest

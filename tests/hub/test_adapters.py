@@ -20,13 +20,13 @@ from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.language import pipeline, pretrained
 from accel_train.domains.language.samples import EvaluationConfig
 from accel_train.domains.models.adapters import read_adapter
-from accel_train.hub.access import check_repository
+from accel_train.hub import other_programs
+from accel_train.hub.client import check_repository
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.options import HubConfig
 from accel_train.hub.queue import Entry
 from accel_train.hub.repository import push_checkpoint
 from accel_train.store import commit, strict_json
-from accel_train.store.exports import other_programs
 from tests.domains.images import test_pipeline as pictures
 from tests.domains.images import tiny_pipelines
 from tests.domains.language import tiny

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from accel_train import cli, load
 from accel_train.config import UsageError
-from accel_train.hub.access import check_repository
+from accel_train.hub.client import check_repository
 from accel_train.hub.options import HubConfig
 from accel_train.hub.queue import Entry
 from accel_train.hub.repository import push_checkpoint

@@ -39,7 +39,7 @@ from accel_train.config import UsageError
 from accel_train.hub import download as download_module
 from accel_train.hub import pusher as hub
 from accel_train.hub import retry
-from accel_train.hub.access import check_repository
+from accel_train.hub.client import check_repository
 from accel_train.hub.download import download, download_manifest, download_once
 from accel_train.hub.errors import HubError, Problem, describe, redact
 from accel_train.hub.model_card import CardFacts, build_card

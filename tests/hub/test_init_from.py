@@ -175,7 +175,7 @@ def test_two_processes_train_as_from_the_folder(server: HubServer, tmp_path: Pat
 
 
 def push_run(server: HubServer, run: Finished, step: int) -> None:
-    from accel_train.hub.access import check_repository
+    from accel_train.hub.client import check_repository
     from accel_train.hub.options import HubConfig
 
     path = run.checkpoint(step)
