@@ -86,7 +86,7 @@ def _released_on_error(held: list[locks.Lock]) -> Generator[None]:
 
 def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[locks.Lock]) -> Json:
     """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
-    refused.find_saved(directory)
+    refused.find_saved(directory)  # raises if they are on a disk that is not mounted
     if options.hub is not None and not options.evaluate_only:
         check_repository(options.hub)
     weights, notes = fetch.find_weights(run.weights_to_read(options))

@@ -18,11 +18,14 @@ from accel_train.store.manifest import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_COMPONENT = r"(unet|transformer|text_encoder(_\d)?)/"
 FILES = re.compile(
-    rf"([^/]+/)?{WEIGHTS_STEM}[^/]*\.safetensors(\.index\.json)?|[^/]+/{re.escape(CONFIG_FILE)}"
+    rf"({_COMPONENT})?{WEIGHTS_STEM}[^/]*\.safetensors(\.index\.json)?|{_COMPONENT}{re.escape(CONFIG_FILE)}"
     r"|pytorch_lora_weights\.safetensors|kohya_lora\.safetensors"
 )
-"""Files of an export that peft, diffusers, and kohya's scripts read. The other files are those of the checkpoint."""
+"""Files of an export that peft, diffusers, and kohya's scripts read. The other files are those of the checkpoint.
+
+Adapters in a folder of another name are the owner's, and a push leaves them."""
 MINUTES = 30
 """Longest time of an export. Adapters take seconds, after imports."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file
 
 from accel_train import cli, load
@@ -142,11 +142,14 @@ def test_an_adapter_that_is_not_exported_is_pushed_with_the_remedy(
     base = tiny.save(tmp_path / "base")
     first = push(adapter_run(tmp_path / "run", base))
     assert "adapter_model.safetensors" in server.files(REPO)
+    HfApi().upload_file(path_or_fileobj=b"another", path_in_repo="style_lora/adapter_model.safetensors", repo_id=REPO)
     monkeypatch.setattr(other_programs.sys, "executable", "/bin/false")
     push(adapter_run(tmp_path / "again", base, seed=2))
     pushed = server.files(REPO)
     # That of the first push would be another adapter.
     assert "adapter_model.safetensors" not in pushed
+    # The owner's, in a folder of no component.
+    assert pushed["style_lora/adapter_model.safetensors"] == b"another"
     assert f"{first.name}: pushed without files for other programs: " in caplog.text
     card = pushed["README.md"].decode()
     assert "**peft cannot load this repository as it is**: it has no `adapter_model.safetensors`" in card
