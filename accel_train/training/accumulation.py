@@ -139,7 +139,7 @@ class GradientWindow:
         """
         self._leftovers.refuse(self.step)
         if self._zero_stage > 0:
-            # The engine fills in zeros for a missing gradient, so no count of gradients shows a change.
+            # The engine fills in missing gradients, and steps before they could be counted.
             self._trained.refuse_others(self.model, self._parameters)
         elif self._leftovers.is_first:
             self._leftovers.watch(self._parameters, self.step)

@@ -223,6 +223,48 @@ def test_a_parameter_frozen_or_trained_from_a_later_step_on_is_refused(
         window_over(prepared, accelerator)
 
 
+def test_a_parameter_frozen_late_is_refused_although_it_keeps_a_gradient_of_zero(
+    accelerator: Accelerator, model: nn.Sequential
+) -> None:
+    prepared, optimizer = accelerator.prepare(model, optimizer_over_all(model))
+    for _ in range(2):
+        window_over(prepared, accelerator)
+        optimizer.zero_grad(set_to_none=False)
+    prepared[0].requires_grad_(False)
+    with pytest.raises(UsageError, match="were frozen after the first step"):
+        for _ in range(16):
+            window_over(prepared, accelerator)
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_as_many_other_parameters_are_refused(accelerator: Accelerator) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    prepared, optimizer = accelerator.prepare(model, optimizer_over_all(model))
+    with pytest.raises(UsageError, match="were frozen after the first step"):
+        for step in range(18):
+            window_over(prepared, accelerator)
+            optimizer.zero_grad()
+            if step == 0:
+                model[0].requires_grad_(False)
+                model[1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_second_stage_may_train_other_parameters(accelerator: Accelerator, model: nn.Sequential, own: bool) -> None:
+    """One process prepares the same object again, where DDP makes a new wrapper."""
+    model[0].requires_grad_(False)
+    prepared, optimizer = accelerator.prepare(model, optimizer_over_all(model))
+    window_over(prepared, accelerator)
+    optimizer.zero_grad()
+    accelerator.free_memory()
+    model[0].requires_grad_(True)
+    model[1].requires_grad_(False)
+    second = torch.optim.SGD(model[0].parameters(), 0.1) if own else optimizer_over_all(model)
+    prepared, _ = accelerator.prepare(model, second)
+    window_over(prepared, accelerator)
+
+
 def test_a_model_may_be_frozen_for_its_second_optimizer(accelerator: Accelerator, model: nn.Sequential) -> None:
     optimizer_over_all(model)
     model[0].requires_grad_(False)
@@ -241,7 +283,7 @@ def test_micro_batches_may_be_divided_but_neither_left_out_nor_repeated() -> Non
 
     report(whole)
     report(halves)
-    for rows in (whole[:1], whole * 2, halves[:3], [*halves, halves[0]], [{}] * 3):
+    for rows in (whole[:1], whole * 2, whole[:1] * 2, halves[:3], [*halves, halves[0]], [{}] * 3):
         with pytest.raises(RuntimeError, match=r"window was given \d micro-batches, and the step has 2"):
             report(rows)
 

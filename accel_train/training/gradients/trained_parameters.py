@@ -6,6 +6,7 @@ leaves it as it is. One that is trained from a later step on is in no optimizer,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,26 +17,35 @@ from accel_train.config import UsageError
 from accel_train.training.parameters import was_chosen
 from accel_train.wording import shortened
 
+INTERVAL = 16
+"""Windows between two comparisons."""
+
 
 class TrainedParameters:
     """The parameters that a model trained in its first window."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizers: Iterable[Any]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> None:
         _refuse_late_freezing(model, optimizers)
         self._were_trained = [p.requires_grad for p in parameters]
+        # Weak: this must not keep the state of an optimizer in memory that a later stage of training replaces.
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._gradients: int | None = None
-        """Gradients of the last step that was examined."""
+        self._windows = 0
+
+    def is_of(self, optimizers: Sequence[Any]) -> bool:
+        """Return True if the model is still trained by the same optimizers."""
+        return [known() for known in self._optimizers] == [*optimizers]
 
     def refuse_others(self, model: nn.Module, parameters: Sequence[nn.Parameter], gradients: int | None = None) -> None:
-        """Raise ``UsageError`` if other parameters are trained by now.
+        """Raise ``UsageError`` if other parameters are trained by now. Called once in each window.
 
-        ``gradients`` is the number of parameters with a gradient in this step. Nothing is compared while it stays the
-        same: walking a large model takes a millisecond.
+        With the number of parameters that have a gradient, ``gradients``, they are compared if it has changed, and else
+        in every 16th window: for 600 parameters it takes as long as the rest of a step on the host.
         """
-        if gradients is not None:
-            if gradients == self._gradients:
-                return
-            self._gradients = gradients
+        self._windows += 1
+        if gradients is not None and gradients == self._gradients and self._windows % INTERVAL:
+            return
+        self._gradients = gradients
         are_trained = [p.requires_grad for p in parameters]
         if are_trained == self._were_trained:
             return
@@ -47,12 +57,15 @@ class TrainedParameters:
 
 def _refuse_late_freezing(model: nn.Module, optimizers: Iterable[Any]) -> None:
     """Raise ``UsageError`` for parameters that ``build_optimizer`` was given to train and that are frozen by now."""
-    # Only such groups have a part. Another optimizer may hold parameters that were frozen from the beginning.
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "part" in group]
-    frozen = {id(p) for group in groups for p in group["params"] if not p.requires_grad}
-    # The groups of ZeRO hold flat tensors of its own, and FSDP2 replaces the parameters, without their marks.
-    found = [name for name, p in model.named_parameters() if id(p) in frozen or (was_chosen(p) and not p.requires_grad)]
-    _refuse(found, "frozen after the optimizer was built")
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    # Only groups of `build_optimizer` have a part. Others may hold parameters that were frozen from the beginning.
+    late = {id(p) for group in groups if "part" in group for p in group["params"] if not p.requires_grad}
+    stepped = {id(p) for group in groups for p in group["params"]}
+    named = list(model.named_parameters())
+    # The groups of ZeRO hold flat tensors of its own.
+    if not any(id(p) in stepped for _, p in named):
+        late = {id(p) for _, p in named if was_chosen(p) and not p.requires_grad}
+    _refuse([name for name, p in named if id(p) in late], "frozen after the optimizer was built")
 
 
 def _refuse(names: Sequence[str], what: str) -> None:
@@ -69,10 +82,11 @@ _TRAINED: WeakKeyDictionary[nn.Module, TrainedParameters] = WeakKeyDictionary()
 
 
 def trained_parameters(
-    model: nn.Module, parameters: Sequence[nn.Parameter], optimizers: Iterable[Any]
+    model: nn.Module, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]
 ) -> TrainedParameters:
-    """Return the ``TrainedParameters`` of a model, shared by all its windows. The first call looks at the model."""
+    """Return the ``TrainedParameters`` of a model and its optimizers, shared by all windows. The first call looks."""
     found = _TRAINED.get(model)
-    if found is None:
+    # One process prepares a model for a second stage of training without a new wrapper.
+    if found is None or not found.is_of(optimizers):
         found = _TRAINED[model] = TrainedParameters(model, parameters, optimizers)
     return found
