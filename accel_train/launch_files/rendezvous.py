@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ PAUSE_SECONDS = 2.0
 """Pause between two look-ups. Resolvers remember for some seconds that a name was unknown."""
 JOIN_SECONDS = 900.0
 """Longest wait for an answer of machine 0, before torchrun waits as long again and fails."""
+STORE_SECONDS = 30.0
+"""Longest wait for torch's store, most of it for the import of torch."""
 HANG_UP_SECONDS = 1.0
 """Wait for a connection to be closed that was accepted on behalf of another process."""
 FIRST_LINE_SECONDS = 15.0
@@ -95,6 +98,20 @@ def _answers(host: str, port: int) -> bool:
             return False
 
 
+def _is_store(host: str, port: int) -> bool:
+    """Return True if torch's store answers there, and not a service that will forward the address to this machine."""
+    # In a process of its own, since torch waits without end for a service that stays silent.
+    program = (
+        "import datetime, sys, torch.distributed as d\n"
+        "d.TCPStore(sys.argv[1], int(sys.argv[2]), None, False, datetime.timedelta(seconds=10), wait_for_workers=False)"
+    )
+    try:
+        command = [sys.executable, "-c", program, host, str(port)]
+        return subprocess.run(command, capture_output=True, timeout=STORE_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def refuse_placeholder(machine: MachineConfig, flags: frozenset[str] = frozenset()) -> None:
     """Refuse an address that cannot exist, such as that of `multi_node.yaml`. Asks no name server."""
     if machine.num_machines > 1 and _is_placeholder(str(machine.main_process_ip)):
@@ -156,8 +173,7 @@ def _refuse_or_warn_if_elsewhere(section: Section, addresses: Sequence[tuple[int
         return
     host, here = str(section.values["main_process_ip"]), socket.gethostname()
     remedy = "give every machine its own --machine_rank, and 0 to the one that has the address"
-    # A service that forwards the address to this machine would find nobody there yet.
-    if any(_answers(*address[:2]) for _, address in addresses):
+    if any(_answers(*address[:2]) and _is_store(*address[:2]) for _, address in addresses):
         raise UsageError(
             f"machine_rank: 0 on {here}: must be another number, because machine 0 runs at {host}:{addresses[0][1][1]} "
             f"already, which is not an address of this machine; {remedy}"

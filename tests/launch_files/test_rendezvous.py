@@ -6,10 +6,12 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from torch.distributed import TCPStore
 
 from accel_train.commands.launch import Launch, with_flags
 from accel_train.config import UsageError
@@ -190,3 +192,12 @@ def test_a_forwarded_port_behind_which_nobody_listens_does_not_answer() -> None:
         # Nobody accepts or hangs up, as where torch's store is busy.
         assert rendezvous._answers("127.0.0.1", port)
     assert not rendezvous._answers("127.0.0.1", port)
+
+
+def test_torchs_store_is_told_from_a_service_that_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A balancer may hold a connection for longer than any wait, while it looks for the machine behind it."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    assert rendezvous._is_store("127.0.0.1", store.port)
+    monkeypatch.setattr(rendezvous, "STORE_SECONDS", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not rendezvous._is_store("127.0.0.1", silent.getsockname()[1])
