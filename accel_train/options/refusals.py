@@ -199,9 +199,9 @@ def refuse_places(file: Path, values: Mapping[str, object], changed: Container[s
     A command that only reads them may run on another machine, without the variables in its paths.
     """
     refuse_moved(file, values.get(OUTPUT_DIR), changed)
-    is_of_run = file.name == CONFIG_FILE and (file.parent / RUN_FILE).is_file()
-    if is_of_run and INIT_FROM not in changed and not values.get("overwrite"):
-        # The run has its weights already.
+    is_saved = file.name == CONFIG_FILE and any(file.parent.glob("checkpoints/checkpoint_*"))
+    if is_saved and INIT_FROM not in changed and not values.get("overwrite"):
+        # The run resumes with weights of its own.
         values = {key: value for key, value in values.items() if key != INIT_FROM}
     refuse_unset(values)
 

@@ -725,7 +725,7 @@ def test_a_resume_by_its_config_needs_no_place_of_starting_weights(
     refused = pytest.raises(UsageError, match=f"^init_from: '{re.escape('$NOT_SET/late')}': {UNSET}")
     with refused:
         load_config(Config, [str(run / "config.yaml")], presets=PRESETS)
-    (run / "run.json").write_text("{}")
+    (run / "checkpoints" / "checkpoint_00000001").mkdir(parents=True)
     load_config(Config, [str(run / "config.yaml")], presets=PRESETS)
     with refused:
         load_config(Config, [str(run / "config.yaml"), "--overwrite", "true"], presets=PRESETS)
