@@ -193,12 +193,23 @@ def test_a_height_and_a_width_are_given_on_the_command_line(
 
 @pytest.mark.parametrize(
     "given",
-    [{"steps": 0}, {"side": 0}, {"height": 0}, {"guidance": float("nan")}, {"guidance": -1.0}, {"steps": -3}],
+    [
+        {"steps": 0},
+        {"side": 0},
+        {"height": 0},
+        {"guidance": float("nan")},
+        {"guidance": -1.0},
+        {"steps": -3},
+        {"height": "16"},
+        {"width": 16.5},
+        {"steps": True},
+        {"guidance": "3"},
+    ],
     ids=str,
 )
 def test_values_out_of_range_are_refused(given: dict[str, Any], pipeline: PicturePipeline) -> None:
     ((name, value),) = given.items()
-    with pytest.raises(UsageError, match=f"{name} {value}.*steps and pixels of 1 or more, and a finite guidance of 0"):
+    with pytest.raises(UsageError, match=f"{name} {value!r}.*of steps and pixels, 1 or more, and a finite guidance"):
         pipeline(PROMPT, **given)
 
 

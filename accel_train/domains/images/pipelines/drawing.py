@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -63,17 +64,26 @@ def resolve_drawing(
     Raises ``UsageError`` for values out of range, and for ``side`` beside ``height`` or ``width``.
     """
     refuse_both(side, height, width)
-    counts = [count for count in (steps, side, height, width) if count is not None]
-    is_scale = guidance is None or 0 <= guidance < float("inf")
-    if min(counts, default=1) < 1 or not is_scale:
+    are_counts = all(map(_is_count, (steps, side, height, width)))
+    is_scale = guidance is None or (_is_number(guidance, Real) and 0 <= guidance < float("inf"))
+    if not (are_counts and is_scale):
         raise UsageError(
-            f"steps {steps}, guidance {guidance}, side {side}, height {height}, width {width}: steps and pixels of 1 "
-            "or more, and a finite guidance of 0 or more, are required; None takes the value of the evaluation in "
-            "training"
+            f"steps {steps!r}, guidance {guidance!r}, side {side!r}, height {height!r}, width {width!r}: whole numbers "
+            "of steps and pixels, 1 or more, and a finite guidance of 0 or more are required; None takes the value of "
+            "the evaluation in training"
         )
     square = side or int(recorded.get("side", SIDE))
     strength = recorded.get("guidance") if guidance is None else guidance
     return Drawn(steps or int(recorded.get("steps", STEPS)), strength, (height or square, width or square))
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (_is_number(value, Integral) and cast(int, value) >= 1)
+
+
+def _is_number(value: object, kind: type) -> bool:
+    # True is a whole number to Python.
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def refuse_both(side: int | None, height: int | None, width: int | None) -> None:
