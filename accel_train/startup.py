@@ -135,7 +135,7 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
 
 def _download_weights(config: ExperimentConfig, accelerator: Accelerator) -> None:
     """Download the weights of ``init_from`` from the Hub before the data are prepared, which may need files of them."""
-    # Imported here, because a start without such weights does not need it yet.
+    # Imported here, because other commands import this module and train nothing.
     from accel_train.checkpoints import fetch
 
     fetch.download_weights(accelerator, config.run_options())

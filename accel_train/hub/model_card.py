@@ -294,7 +294,7 @@ def _command(command: str | None) -> str:
         path = PurePosixPath(path.parent.name, path.name)
     words = ["python", str(path)] if path.suffix == ".py" else [path.name]
     for word in rest:
-        flag, separator, value = word.rpartition("=")
+        flag, separator, value = word.partition("=") if word.startswith("-") else ("", "", word)
         words.append(flag + separator + _without_folders(value))
     return f"```bash\n{shlex.join(words)}\n```"
 
