@@ -116,7 +116,8 @@ def mark_part(parameters: Iterable[nn.Parameter], part: str) -> None:
 def unmark_parts(model: nn.Module) -> None:
     """Remove the marks of an optimizer built before."""
     for parameter in model.parameters():
-        parameter.__dict__.pop(_PART, None)
+        if was_chosen(parameter):
+            delattr(parameter, _PART)
 
 
 def was_chosen(parameter: nn.Parameter) -> bool:
