@@ -337,7 +337,7 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Do in this process what a new one does with ``command``."""
     _, *words = command
     options = words[0].startswith("-") and words[0] not in ("-c", "-m")
-    several_hosts = words[:2] == ["-m", "accel_train.commands.torchrun"]
+    several_hosts = words[:2] == ["-m", "accel_train.cli.torchrun"]
     if options or several_hosts or read_at_import(environment) != read_at_import(Birth.environment):
         os.execve(sys.executable, command, dict(environment))
     os.environ.clear()
@@ -457,7 +457,7 @@ def ranks_of(command: Sequence[str], environment: Mapping[str, str]) -> list[tup
     parser.add_argument("--master_addr")
     parser.add_argument("--master_port")
     parser.add_argument("script", nargs=argparse.REMAINDER)
-    head = [sys.executable, "-m", "accel_train.commands.torchrun"]
+    head = [sys.executable, "-m", "accel_train.cli.torchrun"]
     asked = parser.parse_args(command[len(head) :]) if list(command[: len(head)]) == head else None
     if asked is None or asked.script[0].startswith("-"):
         return [(list(command), dict(environment))]

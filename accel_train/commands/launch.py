@@ -55,7 +55,7 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
 }
 
 
-TORCHRUN = "accel_train.commands.torchrun"
+TORCHRUN = "accel_train.cli.torchrun"
 """Module in place of ``torch.distributed.run``."""
 WITHOUT_FILE = "no --config_file and no default file of `accelerate config`"
 

@@ -40,7 +40,7 @@ LAUNCHERS = {
     "accel-train",
     "accel_train",
     "accel_train.cli",
-    "accel_train.commands.torchrun",
+    "accel_train.cli.torchrun",
     "deepspeed",
     "deepspeed.launcher.launch",
 }

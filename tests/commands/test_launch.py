@@ -57,7 +57,7 @@ def test_one_process_is_plain_python() -> None:
     assert environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "false"
 
 
-TORCHRUN = [sys.executable, "-m", "accel_train.commands.torchrun", "--nproc_per_node"]
+TORCHRUN = [sys.executable, "-m", "accel_train.cli.torchrun", "--nproc_per_node"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_torchrun_reports_what_no_process_has_explained(
 ) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    command = [sys.executable, "-m", "accel_train.commands.torchrun", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", "accel_train.cli.torchrun", "--nproc_per_node", "2"]
     finished = subprocess.run(
         [*command, "--master_port", str(free_port()), str(worker), *ranks],
         env=os.environ | {"PYTHONPATH": str(ROOT), EXIT_CODE_VARIABLE: str(tmp_path / "codes")},

@@ -81,7 +81,7 @@ def begin(started: list[Launched], out: Path, command: tuple[str, ...]) -> Launc
 def workers(process: Launched) -> list[psutil.Process]:
     """The training processes and their writers."""
     found = children(process.pid, "trainer.py") + children(process.pid, "checkpoints.writer")
-    launchers = {"torch.distributed.run", "accel_train.commands.torchrun", "accel_train.cli"}
+    launchers = {"torch.distributed.run", "accel_train.cli.torchrun", "accel_train.cli"}
     return [p for p in found if launchers.isdisjoint(p.cmdline())]
 
 
