@@ -23,8 +23,8 @@ PAUSE_SECONDS = 2.0
 """Pause between two look-ups. Resolvers remember for some seconds that a name was unknown."""
 JOIN_SECONDS = 900.0
 """Longest wait for an answer of machine 0, before torchrun waits as long again and fails."""
-STORE_SECONDS = 30.0
-"""Longest wait for torch's store, most of it for the import of torch."""
+STORE_SECONDS = 60.0
+"""Longest wait for torch's store, most of it for the import of torch, which is slow on a shared disk."""
 HANG_UP_SECONDS = 1.0
 """Wait for a connection to be closed that was accepted on behalf of another process."""
 FIRST_LINE_SECONDS = 15.0

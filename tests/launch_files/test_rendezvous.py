@@ -18,7 +18,7 @@ from accel_train.config import UsageError
 from accel_train.launch_files import rendezvous
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.rendezvous import check_rendezvous
-from tests.waiting import free_port
+from tests.waiting import PATIENCE_SECONDS, free_port
 
 FILE = """\
 distributed_type: MULTI_CPU
@@ -197,6 +197,7 @@ def test_a_forwarded_port_behind_which_nobody_listens_does_not_answer() -> None:
 def test_torchs_store_is_told_from_a_service_that_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A balancer may hold a connection for longer than any wait, while it looks for the machine behind it."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    monkeypatch.setattr(rendezvous, "STORE_SECONDS", PATIENCE_SECONDS)
     assert rendezvous._is_store("127.0.0.1", store.port)
     monkeypatch.setattr(rendezvous, "STORE_SECONDS", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
